@@ -1,0 +1,29 @@
+"""Who holds what: `Layout` and the one table of sharding rules."""
+
+from workbench.placement.layout import Dispatch, Layout, RankCoords
+from workbench.placement.table import (
+    REPLICATED,
+    Rule,
+    Shard,
+    check_layout,
+    local_shape,
+    owned_shards,
+    place,
+    rule_for,
+    vision_is_sharded,
+)
+
+__all__ = [
+    "REPLICATED",
+    "Dispatch",
+    "Layout",
+    "RankCoords",
+    "Rule",
+    "Shard",
+    "check_layout",
+    "local_shape",
+    "owned_shards",
+    "place",
+    "rule_for",
+    "vision_is_sharded",
+]

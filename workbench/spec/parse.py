@@ -1,0 +1,41 @@
+"""From a config in any known dialect to a ModelSpec, and from a ModelSpec to the tensors it is published with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from workbench.base import UnsupportedModelError
+from workbench.spec.config import read_json
+from workbench.spec.families import FAMILIES
+from workbench.spec.model import ModelSpec
+from workbench.spec.tensors import TensorSpec
+
+__all__ = ["parse_config", "published_tensors", "read_spec"]
+
+
+def parse_config(config: Mapping[str, object], image_config: Mapping[str, object] | None = None) -> ModelSpec:
+    """ModelSpec of the family that recognises `config`. Raises UnsupportedModelError if none does, ConfigError inside."""
+    for family in FAMILIES:
+        if family.matches(config):
+            return family.parse(config, image_config)
+    raise UnsupportedModelError(
+        "no family recognises this config",
+        found=f"model_type={config.get('model_type')!r}, architectures={config.get('architectures')!r}",
+        expected=" or ".join(family.ARCHITECTURE for family in FAMILIES),
+    )
+
+
+def read_spec(root: Path | str) -> ModelSpec:
+    """ModelSpec of a checkpoint folder (or of a bare `config.json`), with its image settings where they are present."""
+    root = Path(root)
+    config_path = root / "config.json" if root.is_dir() else root
+    image_path = config_path.parent / "preprocessor_config.json"
+    image_config = read_json(image_path) if config_path.name == "config.json" and image_path.is_file() else None
+    return parse_config(read_json(config_path), image_config)
+
+
+def published_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
+    """Every tensor a checkpoint of this model must hold, with its place in the model."""
+    family = next(family for family in FAMILIES if spec.family == family.FAMILY)
+    return family.tensors(spec)
