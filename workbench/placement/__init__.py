@@ -1,5 +1,6 @@
 """Who holds what: `Layout` and the one table of sharding rules."""
 
+from workbench.placement.choose import choose_layout
 from workbench.placement.layout import Dispatch, Layout, RankCoords
 from workbench.placement.table import (
     REPLICATED,
@@ -21,6 +22,7 @@ __all__ = [
     "Rule",
     "Shard",
     "check_layout",
+    "choose_layout",
     "local_shape",
     "owned_shards",
     "place",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,7 +62,7 @@ class Layout:
             raise LayoutError(f"dispatch={self.dispatch!r}", expected="'replicated' or 'all_to_all'")
         if self.dispatch == "all_to_all" and self.ep % self.tp:
             raise LayoutError(
-                f"all-to-all dispatch needs whole experts on every rank, so ep={self.ep} must be a multiple of tp={self.tp}",
+                f"all-to-all dispatch needs whole experts on a rank: ep={self.ep} must be a multiple of tp={self.tp}",
                 next_step="Use dispatch='replicated' or a larger ep",
             )
         if self.stages is not None and (len(self.stages) != self.pp or min(self.stages) < 1):
@@ -108,10 +109,23 @@ class Layout:
         return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
     def __str__(self) -> str:
-        text = (
-            "x".join(f"{axis}{size}" for axis in ("pp", "dp", "tp", "ep") if (size := getattr(self, axis)) > 1) or "tp1"
-        )
-        return f"{text} ({self.dispatch})" if self.ep > 1 else text
+        """Text that `parse` reads back, except for hand-made stages: "tp2", "dp2xep2:all_to_all"."""
+        degrees = [f"{axis}{size}" for axis in ("pp", "dp", "tp", "ep") if (size := getattr(self, axis)) > 1]
+        return ("x".join(degrees) or "tp1") + (f":{self.dispatch}" if self.dispatch != "replicated" else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Layout from text such as "tp2", "pp2xtp4", "dp2xep2:all_to_all". Raises LayoutError for anything else."""
+        degrees, _, dispatch = text.strip().partition(":")
+        sizes: dict[str, int] = {}
+        for piece in degrees.split("x"):
+            match = re.fullmatch(r"(pp|dp|tp|ep)([0-9]{1,6})", piece)
+            if match is None or match[1] in sizes:
+                raise LayoutError(
+                    f"layout {text!r} is not readable", expected="for example tp2, pp2xtp4, dp2xep2:all_to_all"
+                )
+            sizes[match[1]] = int(match[2])
+        return cls(**sizes, dispatch=dispatch or "replicated")  # type: ignore[arg-type]  # checked on construction
 
     def _ep_choices(self) -> str:
         sizes = [n for n in range(1, self.tp * self.dp + 1) if not (self.tp * self.dp) % n]

@@ -229,7 +229,7 @@ def owned_shards(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Shard]:
 def local_shape(
     spec: ModelSpec, layout: Layout, param: str, shape: tuple[int, ...], *, is_expert: bool = False
 ) -> tuple[int, ...]:
-    """Shape of a parameter on one rank. `shape` is the whole one; a stacked expert parameter is (experts, rows, columns)."""
+    """Shape of a parameter on one rank, from its whole `shape`; stacked experts are (experts, rows, columns)."""
     rule = rule_for(spec, layout, param)
     local = list(shape)
     first = 1 if is_expert else 0

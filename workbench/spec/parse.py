@@ -15,7 +15,7 @@ __all__ = ["parse_config", "published_tensors", "read_spec"]
 
 
 def parse_config(config: Mapping[str, object], image_config: Mapping[str, object] | None = None) -> ModelSpec:
-    """ModelSpec of the family that recognises `config`. Raises UnsupportedModelError if none does, ConfigError inside."""
+    """ModelSpec by the family that recognises `config`. Raises UnsupportedModelError if none does, else ConfigError."""
     for family in FAMILIES:
         if family.matches(config):
             return family.parse(config, image_config)

@@ -1,4 +1,4 @@
-"""One file per family: `matches(config)`, `parse(config, image_config)`, `tensors(spec)`. Adding a family adds a line."""
+"""One file per family, with `matches(config)`, `parse(config, image_config)` and `tensors(spec)`."""
 
 from __future__ import annotations
 
