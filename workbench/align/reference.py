@@ -1,0 +1,293 @@
+"""Kimi K3 from its equations: an independent second opinion, slow and obvious.
+
+Written from the published equations alone and sharing no code with `workbench.nn`: own weight reading, own config
+reading, token-by-token recurrence, every expert by itself, naive attention. Weights are read by their published names,
+one tensor at a time, so that a checkpoint of any size passes through the memory of one tensor (activations and the
+recorded trace come on top). Default precision is float64, where rounding no longer matters and a difference to another
+implementation is that implementation's own.
+
+T tokens (sequences packed one behind another), D model width, H heads, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.align.reference_vision import ReferenceImage, reference_vision
+from workbench.align.reference_weights import PublishedWeights, read_reference_config
+from workbench.base import RequestError
+
+__all__ = ["ReferencePrompt", "Trace", "reference_traces"]
+
+Trace = dict[str, Tensor]
+Read = Callable[[str], Tensor]  # a published tensor below some prefix -> its values
+
+LATENT_NORM_EPS = 1e-6  # norms of the query and key/value latents; all other text norms use rms_norm_eps
+L2_EPS = 1e-6  # added to the SUM of squares
+ROUTER_EPS = 1e-20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePrompt:
+    """Token ids, and the pictures that replace the placeholder tokens among them, in order.
+
+    A picture may stand as one placeholder (the sequence then grows) or as one placeholder per feature row.
+    """
+
+    token_ids: tuple[int, ...]
+    images: tuple[ReferenceImage, ...] = ()
+
+
+@dataclass
+class _Recorder:
+    """Collects packed per-token tensors and per-sequence states, and hands out one trace per sequence."""
+
+    spans: list[slice]
+    keep: Callable[[str], bool]
+    traces: list[Trace] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.traces = [{} for _ in self.spans]
+
+    def tokens(self, name: str, packed: Tensor) -> Tensor:
+        """Record a tensor whose dim 0 is the packed tokens; returns it, so that recording reads as part of the maths."""
+        if self.keep(name):
+            for trace, span in zip(self.traces, self.spans, strict=True):
+                trace[name] = packed[span].clone()
+        return packed
+
+    def state(self, name: str, sequence_idx: int, value: Tensor) -> None:
+        if self.keep(name):
+            self.traces[sequence_idx][name] = value.clone()
+
+
+def _keep_all(name: str) -> bool:
+    return True
+
+
+@torch.no_grad()
+def reference_traces(
+    root: Path | str,
+    prompts: Sequence[ReferencePrompt],
+    *,
+    dtype: torch.dtype = torch.float64,
+    keep: Callable[[str], bool] = _keep_all,
+) -> list[Trace]:
+    """What the model in folder `root` computes on each prompt, as one trace per prompt, in `dtype` on the CPU.
+
+    Names: `inputs_embeds`; per layer i `L{i}.attn_in`, `.attn_out`, `.mlp_in`, `.ffn_out`, `.sum`; KDA `.kda_state`
+    (H, value, key) after the last token, `.kda_conv` (3, channels, kernel) last inputs, `.kda_q/k/v/g/o` (T, H, head),
+    `.kda_beta_logit` (T, H), `.kda_gated`; MLA `.latent` (T, rank + shared key), `.mla_q`, `.mla_gated`; MoE
+    `.router_scores` (T, E), `.topk_idx` (T, K) ascending, `.topk_w`, `.route_margin` (T,), `.moe_latent_in`,
+    `.moe_combined`, `.moe_routed_out`, `.moe_shared_out`; `blocks` (T, saved, D), `final_mix`, `final_hidden`,
+    `logits` (T, vocabulary); per picture n `image{n}.patch_embed`, `.block{b}`, `.encoder_out`, `.tower`, `.projector`.
+    `keep(name)` chooses what is recorded (memory grows with tokens times layers). Raises CheckpointError for a missing
+    tensor, RequestError for placeholders that do not match the pictures.
+    """
+    config, text, vision = read_reference_config(root)
+    with PublishedWeights(root, dtype) as weights:
+        rows, image_traces = [], []
+        for prompt in prompts:
+            images = [reference_vision(weights, config, vision, image) for image in prompt.images]
+            rows.append(_embed(weights, config, prompt, [image["projector"] for image in images]))
+            image_traces.append(images)
+        stops = torch.tensor([len(r) for r in rows]).cumsum(0).tolist()
+        spans = [slice(stop - len(r), stop) for r, stop in zip(rows, stops, strict=True)]
+        recorder = _Recorder(spans=spans, keep=keep)
+        for trace, images in zip(recorder.traces, image_traces, strict=True):
+            for n, image in enumerate(images):
+                trace.update({f"image{n}.{name}": value for name, value in image.items() if keep(f"image{n}.{name}")})
+        _decoder(weights, text, recorder.tokens("inputs_embeds", torch.cat(rows)), recorder)
+    return recorder.traces
+
+
+def _embed(weights: PublishedWeights, config: dict[str, Any], prompt: ReferencePrompt, features: list[Tensor]) -> Tensor:
+    """(T, D) embeddings with every placeholder run overwritten by its picture's rows, pad tokens zeroed beside pictures."""
+    ids = list(prompt.token_ids)
+    media, pad = config["media_placeholder_token_id"], config["pad_token_id"]
+    table = weights.raw("language_model.model.embed_tokens.weight")
+    num_rows = sum(len(f) for f in features)
+    if features and ids.count(media) == len(features) != num_rows:
+        lengths = iter(len(f) for f in features)
+        ids = [x for token in ids for x in ([token] * next(lengths) if token == media else [token])]
+    if ids.count(media) != num_rows and (features or media in ids):
+        raise RequestError(
+            "placeholders and picture rows do not match",
+            found=f"{ids.count(media)} placeholders",
+            expected=f"{len(features)} (one per picture) or {num_rows} (one per row)",
+        )
+    embedded = table[torch.tensor(ids, dtype=torch.long)].to(weights.dtype)
+    if features:
+        embedded[torch.tensor(ids) == pad] = 0.0
+        embedded[torch.tensor(ids) == media] = torch.cat(features)
+    return embedded
+
+
+def _decoder(weights: PublishedWeights, text: dict[str, Any], embedded: Tensor, recorder: _Recorder) -> None:
+    """All layers over the packed tokens. `saved` are the block sums, `p` the running sum that restarts with a block."""
+    eps, block = text["rms_norm_eps"], text["attn_res_block_size"]
+    kda_positions = set(text["linear_attn_config"]["kda_layers"])  # counted from 1
+    saved: list[Tensor] = []
+    p: Tensor | None = embedded
+    for i in range(text["num_hidden_layers"]):
+        prefix = f"language_model.model.layers.{i}."
+
+        def read(name: str, prefix: str = prefix) -> Tensor:
+            return weights(prefix + name)
+
+        def record(name: str, value: Tensor, i: int = i) -> Tensor:
+            return recorder.tokens(f"L{i}.{name}", value)
+
+        assert p is not None
+        if saved:
+            h = mix([*saved, p], read("self_attention_res_norm.weight"), read("self_attention_res_proj.weight")[0], eps)
+        else:
+            h = p
+        record("attn_in", h)
+        if i % block == 0:
+            saved.append(p)
+            p = None
+        x = rms_norm(h, read("input_layernorm.weight"), eps)
+        mixer = kda if i + 1 in kda_positions else mla
+        attended = record("attn_out", mixer(read, text, x, recorder, i))
+        p = attended if p is None else p + attended
+        h = mix([*saved, p], read("mlp_res_norm.weight"), read("mlp_res_proj.weight")[0], eps)
+        record("mlp_in", h)
+        x = rms_norm(h, read("post_attention_layernorm.weight"), eps)
+        is_moe = i >= text["first_k_dense_replace"]
+        fed = latent_moe(read, text, x, record) if is_moe else situ_ffn(read, text, "mlp.", x)
+        p = p + record("ffn_out", fed)
+        record("sum", p)
+    assert p is not None
+    final = "language_model.model."
+    recorder.tokens("blocks", torch.stack(saved, dim=1))
+    mixed = mix(
+        [*saved, p], weights(f"{final}output_attn_res_norm.weight"), weights(f"{final}output_attn_res_proj.weight")[0], eps
+    )
+    recorder.tokens("final_mix", mixed)
+    hidden = recorder.tokens("final_hidden", rms_norm(mixed, weights(f"{final}norm.weight"), eps))
+    recorder.tokens("logits", hidden @ weights("language_model.lm_head.weight").T)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def mix(sources: list[Tensor], norm: Tensor, proj: Tensor, eps: float) -> Tensor:
+    """Softmax mix of raw source vectors, each scored by its normalised self: n tensors (T, D) -> (T, D)."""
+    stacked = torch.stack(sources)
+    scores = rms_norm(stacked, norm, eps) @ proj
+    return (torch.softmax(scores, dim=0).unsqueeze(-1) * stacked).sum(0)
+
+
+def situ(gate: Tensor, up: Tensor, text: dict[str, Any]) -> Tensor:
+    beta, linear_beta = text["activation_situ_beta"], text["activation_situ_linear_beta"]
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * linear_beta * torch.tanh(up / linear_beta)
+
+
+def situ_ffn(read: Read, text: dict[str, Any], prefix: str, x: Tensor) -> Tensor:
+    inner = situ(x @ read(f"{prefix}gate_proj.weight").T, x @ read(f"{prefix}up_proj.weight").T, text)
+    return inner @ read(f"{prefix}down_proj.weight").T
+
+
+def latent_moe(read: Read, text: dict[str, Any], x: Tensor, record: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """Sigmoid router on the full width, experts at their own width, one norm over their weighted sum, shared experts."""
+    moe, top_k = "block_sparse_moe.", text["num_experts_per_token"]
+    scores = record("router_scores", torch.sigmoid(x @ read(f"{moe}gate.weight").T))
+    biased = scores + read(f"{moe}gate.e_score_correction_bias")
+    ranked = biased.sort(dim=-1, descending=True)
+    gap = ranked.values[:, top_k - 1] - ranked.values[:, top_k] if biased.shape[-1] > top_k else ranked.values[:, 0] * 0
+    record("route_margin", gap)
+    chosen = record("topk_idx", ranked.indices[:, :top_k].sort(dim=-1).values)
+    weight = scores.gather(-1, chosen)  # the bias chooses, it does not weigh
+    if text["moe_renormalize"]:
+        weight = weight / (weight.sum(-1, keepdim=True) + ROUTER_EPS)
+    weight = record("topk_w", weight * text["routed_scaling_factor"])
+    latent = record("moe_latent_in", x @ read(f"{moe}routed_expert_down_proj.weight").T)
+    combined = torch.zeros_like(latent)
+    for expert in chosen.unique().tolist():
+        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        name, t = f"{moe}experts.{expert}.", latent[token]
+        inner = situ(t @ read(f"{name}w1.weight").T, t @ read(f"{name}w3.weight").T, text)
+        combined[token] += weight[token, slot].unsqueeze(-1) * (inner @ read(f"{name}w2.weight").T)
+    record("moe_combined", combined)
+    if text["latent_moe_use_norm"]:
+        combined = rms_norm(combined, read(f"{moe}routed_expert_norm.weight"), text["rms_norm_eps"])
+    routed = record("moe_routed_out", combined @ read(f"{moe}routed_expert_up_proj.weight").T)
+    return routed + record("moe_shared_out", situ_ffn(read, text, f"{moe}shared_experts.", x))
+
+
+def kda(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_idx: int) -> Tensor:
+    """Kimi Delta Attention, one token after another: decay, read, correct, write, then the output."""
+    linear, name = text["linear_attn_config"], f"L{layer_idx}."
+    heads, width, kernel = linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"]
+    convolved = []
+    for n, part in enumerate("qkv"):
+        inputs, taps = x @ read(f"self_attn.{part}_proj.weight").T, read(f"self_attn.{part}_conv1d.weight")[:, 0]
+        out = torch.empty_like(inputs)
+        for span in recorder.spans:
+            padded = torch.cat((inputs.new_zeros(kernel - 1, inputs.shape[-1]), inputs[span]))
+            length = len(padded) - kernel + 1
+            out[span] = sum(padded[j : j + length] * taps[:, j] for j in range(kernel))  # the newest tap is the last
+        convolved.append(recorder.tokens(f"{name}kda_{part}", (out * torch.sigmoid(out)).unflatten(-1, (heads, width))))
+        _record_conv(recorder, f"{name}kda_conv", n, inputs, kernel)
+    q, k, v = convolved
+    q = q / torch.sqrt(q.square().sum(-1, keepdim=True) + L2_EPS) * width**-0.5
+    k = k / torch.sqrt(k.square().sum(-1, keepdim=True) + L2_EPS)
+    decay_in = x @ read("self_attn.f_a_proj.weight").T @ read("self_attn.f_b_proj.weight").T
+    decay_in = recorder.tokens(f"{name}kda_g", decay_in.unflatten(-1, (heads, width)))
+    z = decay_in + read("self_attn.dt_bias").view(heads, width)
+    rate = torch.exp(read("self_attn.A_log")[:heads]).unsqueeze(-1)  # stored longer than the number of heads
+    alpha = torch.exp(linear["gate_lower_bound"] * torch.sigmoid(rate * z))
+    beta = torch.sigmoid(recorder.tokens(f"{name}kda_beta_logit", x @ read("self_attn.b_proj.weight").T))
+    o = torch.empty_like(v)
+    for sequence_idx, span in enumerate(recorder.spans):
+        state = x.new_zeros(heads, width, width)  # (H, key, value)
+        for t in range(span.start, span.stop):
+            state = alpha[t].unsqueeze(-1) * state
+            predicted = torch.einsum("hkv,hk->hv", state, k[t])
+            correction = beta[t].unsqueeze(-1) * (v[t] - predicted)
+            state = state + k[t].unsqueeze(-1) * correction.unsqueeze(-2)
+            o[t] = torch.einsum("hkv,hk->hv", state, q[t])
+        recorder.state(f"{name}kda_state", sequence_idx, state.transpose(-1, -2))
+    recorder.tokens(f"{name}kda_o", o)
+    normed = rms_norm(o, read("self_attn.o_norm.weight"), text["rms_norm_eps"]).flatten(-2)
+    gated = recorder.tokens(f"{name}kda_gated", normed * torch.sigmoid(x @ read("self_attn.g_proj.weight").T))
+    return gated @ read("self_attn.o_proj.weight").T
+
+
+def _record_conv(recorder: _Recorder, name: str, part: int, inputs: Tensor, kernel: int) -> None:
+    """Last `kernel` convolution inputs, oldest first, zeros where the prompt is shorter; part 0, 1, 2 is q, k, v."""
+    if not recorder.keep(name):
+        return
+    for trace, span in zip(recorder.traces, recorder.spans, strict=True):
+        padded = torch.cat((inputs.new_zeros(kernel, inputs.shape[-1]), inputs[span]))
+        trace.setdefault(name, inputs.new_zeros(3, inputs.shape[-1], kernel))[part] = padded[-kernel:].T
+
+
+def mla(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_idx: int) -> Tensor:
+    """Gated multi-head latent attention without any position signal, keys and values expanded from the latent."""
+    heads, rank, name = text["num_attention_heads"], text["kv_lora_rank"], f"L{layer_idx}."
+    nope, shared, v_dim = text["qk_nope_head_dim"], text["qk_rope_head_dim"], text["v_head_dim"]
+    low = rms_norm(x @ read("self_attn.q_a_proj.weight").T, read("self_attn.q_a_layernorm.weight"), LATENT_NORM_EPS)
+    q = recorder.tokens(f"{name}mla_q", low @ read("self_attn.q_b_proj.weight").T).unflatten(-1, (heads, nope + shared))
+    latent, key_shared = (x @ read("self_attn.kv_a_proj_with_mqa.weight").T).split((rank, shared), dim=-1)
+    latent = rms_norm(latent, read("self_attn.kv_a_layernorm.weight"), LATENT_NORM_EPS)
+    recorder.tokens(f"{name}latent", torch.cat((latent, key_shared), dim=-1))
+    expanded = (latent @ read("self_attn.kv_b_proj.weight").T).unflatten(-1, (heads, nope + v_dim))
+    k_nope, v = expanded.split((nope, v_dim), dim=-1)
+    k = torch.cat((k_nope, key_shared.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
+    out = torch.empty_like(v)
+    for span in recorder.spans:
+        scores = torch.einsum("qhd,khd->hqk", q[span], k[span]) * (nope + shared) ** -0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        probabilities = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+        out[span] = torch.einsum("hqk,khd->qhd", probabilities, v[span])
+    gate = torch.sigmoid(x @ read("self_attn.g_proj.weight").T)
+    return recorder.tokens(f"{name}mla_gated", out.flatten(-2) * gate) @ read("self_attn.o_proj.weight").T
