@@ -11,7 +11,7 @@ T tokens (sequences packed one behind another), D model width, H heads, E expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,14 @@ class _Recorder:
 
     spans: list[slice]
     keep: Callable[[str], bool]
+    choices: Sequence[Mapping[str, Tensor]] | None
     traces: list[Trace] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.traces = [{} for _ in self.spans]
 
     def tokens(self, name: str, packed: Tensor) -> Tensor:
-        """Record a tensor whose dim 0 is the packed tokens; returns it, so that recording reads as part of the maths."""
+        """Record a tensor whose dim 0 is the packed tokens, and return it: recording reads as part of the maths."""
         if self.keep(name):
             for trace, span in zip(self.traces, self.spans, strict=True):
                 trace[name] = packed[span].clone()
@@ -65,6 +66,12 @@ class _Recorder:
     def state(self, name: str, sequence_idx: int, value: Tensor) -> None:
         if self.keep(name):
             self.traces[sequence_idx][name] = value.clone()
+
+    def choice(self, layer_idx: int) -> Tensor | None:
+        """(T, K) experts that the other implementation chose in this layer; None where they are not to be followed."""
+        if self.choices is None:
+            return None
+        return torch.cat([choice[f"L{layer_idx}.topk_idx"].cpu().long() for choice in self.choices])
 
 
 def _keep_all(name: str) -> bool:
@@ -78,6 +85,7 @@ def reference_traces(
     *,
     dtype: torch.dtype = torch.float64,
     keep: Callable[[str], bool] = _keep_all,
+    choices: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> list[Trace]:
     """What the model in folder `root` computes on each prompt, as one trace per prompt, in `dtype` on the CPU.
 
@@ -87,8 +95,14 @@ def reference_traces(
     `.router_scores` (T, E), `.topk_idx` (T, K) ascending, `.topk_w`, `.route_margin` (T,), `.moe_latent_in`,
     `.moe_combined`, `.moe_routed_out`, `.moe_shared_out`; `blocks` (T, saved, D), `final_mix`, `final_hidden`,
     `logits` (T, vocabulary); per picture n `image{n}.patch_embed`, `.block{b}`, `.encoder_out`, `.tower`, `.projector`.
-    `keep(name)` chooses what is recorded (memory grows with tokens times layers). Raises CheckpointError for a missing
-    tensor, RequestError for placeholders that do not match the pictures.
+    `keep(name)` chooses what is recorded (memory grows with tokens times layers).
+
+    `choices` holds one trace per prompt of another implementation, whose `topk_idx` are followed instead of the own
+    choice: a token that rounding tipped to another expert then stays comparable in all that follows. `topk_idx` still
+    records the own choice, and `route_regret` (T,) by how much the own last expert outscores the lowest followed one
+    (0 where the choices agree, infinity for a choice that is none).
+
+    Raises CheckpointError for a missing tensor, RequestError for placeholders that do not match the pictures.
     """
     config, text, vision = read_reference_config(root)
     with PublishedWeights(root, dtype) as weights:
@@ -99,7 +113,7 @@ def reference_traces(
             image_traces.append(images)
         stops = torch.tensor([len(r) for r in rows]).cumsum(0).tolist()
         spans = [slice(stop - len(r), stop) for r, stop in zip(rows, stops, strict=True)]
-        recorder = _Recorder(spans=spans, keep=keep)
+        recorder = _Recorder(spans=spans, keep=keep, choices=choices)
         for trace, images in zip(recorder.traces, image_traces, strict=True):
             for n, image in enumerate(images):
                 trace.update({f"image{n}.{name}": value for name, value in image.items() if keep(f"image{n}.{name}")})
@@ -107,9 +121,13 @@ def reference_traces(
     return recorder.traces
 
 
-def _embed(weights: PublishedWeights, config: dict[str, Any], prompt: ReferencePrompt, features: list[Tensor]) -> Tensor:
-    """(T, D) embeddings with every placeholder run overwritten by its picture's rows, pad tokens zeroed beside pictures."""
+def _embed(
+    weights: PublishedWeights, config: dict[str, Any], prompt: ReferencePrompt, features: list[Tensor]
+) -> Tensor:
+    """(T, D) embeddings , placeholder runs overwritten by the picture rows, pad tokens zeroed beside pictures."""
     ids = list(prompt.token_ids)
+    if not ids:
+        raise RequestError("a prompt needs at least one token")
     media, pad = config["media_placeholder_token_id"], config["pad_token_id"]
     table = weights.raw("language_model.model.embed_tokens.weight")
     num_rows = sum(len(f) for f in features)
@@ -161,14 +179,17 @@ def _decoder(weights: PublishedWeights, text: dict[str, Any], embedded: Tensor, 
         record("mlp_in", h)
         x = rms_norm(h, read("post_attention_layernorm.weight"), eps)
         is_moe = i >= text["first_k_dense_replace"]
-        fed = latent_moe(read, text, x, record) if is_moe else situ_ffn(read, text, "mlp.", x)
+        fed = latent_moe(read, text, x, record, recorder.choice(i)) if is_moe else situ_ffn(read, text, "mlp.", x)
         p = p + record("ffn_out", fed)
         record("sum", p)
     assert p is not None
     final = "language_model.model."
     recorder.tokens("blocks", torch.stack(saved, dim=1))
     mixed = mix(
-        [*saved, p], weights(f"{final}output_attn_res_norm.weight"), weights(f"{final}output_attn_res_proj.weight")[0], eps
+        [*saved, p],
+        weights(f"{final}output_attn_res_norm.weight"),
+        weights(f"{final}output_attn_res_proj.weight")[0],
+        eps,
     )
     recorder.tokens("final_mix", mixed)
     hidden = recorder.tokens("final_hidden", rms_norm(mixed, weights(f"{final}norm.weight"), eps))
@@ -196,15 +217,21 @@ def situ_ffn(read: Read, text: dict[str, Any], prefix: str, x: Tensor) -> Tensor
     return inner @ read(f"{prefix}down_proj.weight").T
 
 
-def latent_moe(read: Read, text: dict[str, Any], x: Tensor, record: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """Sigmoid router on the full width, experts at their own width, one norm over their weighted sum, shared experts."""
+def latent_moe(
+    read: Read, text: dict[str, Any], x: Tensor, record: Callable[[str, Tensor], Tensor], followed: Tensor | None
+) -> Tensor:
+    """Sigmoid router on the full width, experts at their own width, a norm over their weighted sum, shared experts."""
     moe, top_k = "block_sparse_moe.", text["num_experts_per_token"]
     scores = record("router_scores", torch.sigmoid(x @ read(f"{moe}gate.weight").T))
     biased = scores + read(f"{moe}gate.e_score_correction_bias")
     ranked = biased.sort(dim=-1, descending=True)
-    gap = ranked.values[:, top_k - 1] - ranked.values[:, top_k] if biased.shape[-1] > top_k else ranked.values[:, 0] * 0
-    record("route_margin", gap)
+    runner_up = ranked.values[:, top_k] if biased.shape[-1] > top_k else torch.full_like(biased[:, 0], float("-inf"))
+    record("route_margin", ranked.values[:, top_k - 1] - runner_up)
     chosen = record("topk_idx", ranked.indices[:, :top_k].sort(dim=-1).values)
+    if followed is not None:
+        followed, regret = _follow(chosen, followed, biased)
+        record("route_regret", regret)
+        chosen = followed
     weight = scores.gather(-1, chosen)  # the bias chooses, it does not weigh
     if text["moe_renormalize"]:
         weight = weight / (weight.sum(-1, keepdim=True) + ROUTER_EPS)
@@ -221,6 +248,16 @@ def latent_moe(read: Read, text: dict[str, Any], x: Tensor, record: Callable[[st
         combined = rms_norm(combined, read(f"{moe}routed_expert_norm.weight"), text["rms_norm_eps"])
     routed = record("moe_routed_out", combined @ read(f"{moe}routed_expert_up_proj.weight").T)
     return routed + record("moe_shared_out", situ_ffn(read, text, f"{moe}shared_experts.", x))
+
+
+def _follow(chosen: Tensor, followed: Tensor, biased: Tensor) -> tuple[Tensor, Tensor]:
+    """Experts to use (T, K) ascending, and how much worse than the own choice they score (T,)."""
+    followed = followed.sort(dim=-1).values
+    is_choice = followed.shape == chosen.shape and bool(((followed >= 0) & (followed < biased.shape[-1])).all())
+    if not is_choice or bool((followed[:, 1:] == followed[:, :-1]).any()):
+        return chosen, torch.full_like(biased[:, 0], float("inf"))
+    lowest_own, lowest_followed = (biased.gather(-1, ids).amin(-1) for ids in (chosen, followed))
+    return followed, lowest_own - lowest_followed
 
 
 def kda(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_idx: int) -> Tensor:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workbench.base import CheckpointError
@@ -63,8 +63,14 @@ class PublishedWeights:
         self._handle: Any = None
         self._files: dict[str, Path] = {}
         for path in sorted(self.root.glob("*.safetensors")):
-            with safe_open(path, "pt") as handle:
-                self._files.update(dict.fromkeys(handle.keys(), path))
+            try:
+                with safe_open(path, "pt") as handle:
+                    names = list(handle.keys())
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"not readable as safetensors: {error}", where=path) from None
+            if twice := sorted(self._files.keys() & names):
+                raise CheckpointError(f"{twice[0]!r} also stands in {self._files[twice[0]].name}", where=path)
+            self._files.update(dict.fromkeys(names, path))
         if not self._files:
             raise CheckpointError("no safetensors file with tensors in it", where=self.root)
 
@@ -93,7 +99,7 @@ class PublishedWeights:
         return self._handle.get_tensor(name)
 
     def __call__(self, name: str) -> Tensor:
-        """The tensor in `dtype`; MXFP4 pairs `<name>_packed`, `<name>_scale` are decoded where there is no plain one."""
+        """The tensor in `dtype`; an MXFP4 pair `<name>_packed`, `<name>_scale` is decoded."""
         if name in self._files:
             return self.raw(name).to(self.dtype)
         if f"{name}_packed" in self._files:

@@ -1,4 +1,4 @@
-"""Errors, quantities with units and origin, dtypes."""
+"""Errors, quantities with units and origin, dtypes, tables."""
 
 from workbench.base.dtypes import DTYPE_BITS, num_bytes
 from workbench.base.errors import (
@@ -16,11 +16,14 @@ from workbench.base.errors import (
     WorkerDiedError,
 )
 from workbench.base.quantity import BASES, Basis, Quantity
+from workbench.base.table import Cell, Table, human, printable
+from workbench.base.text import short_repr
 
 __all__ = [
     "BASES",
     "DTYPE_BITS",
     "Basis",
+    "Cell",
     "CheckpointError",
     "ConfigError",
     "DeploymentError",
@@ -30,9 +33,13 @@ __all__ = [
     "Quantity",
     "QueueFullError",
     "RequestError",
+    "Table",
     "TokenizerError",
     "UnsupportedModelError",
     "WorkbenchError",
     "WorkerDiedError",
+    "human",
     "num_bytes",
+    "printable",
+    "short_repr",
 ]

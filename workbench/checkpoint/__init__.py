@@ -1,0 +1,42 @@
+"""What is on disk: safetensors headers, the index, the audit of both, and small synthetic checkpoints."""
+
+from workbench.checkpoint.audit import audit
+from workbench.checkpoint.checkpoint import Checkpoint
+from workbench.checkpoint.findings import AuditReport, ContentCheck, Finding, FindingKind, Severity
+from workbench.checkpoint.header import HeaderProblem, ShardHeader, TensorEntry, read_header
+from workbench.checkpoint.index import INDEX_NAME, ShardIndex, find_index, read_index
+from workbench.checkpoint.inspect import InspectReport, inspect_checkpoint
+from workbench.checkpoint.synthetic import write_checkpoint
+from workbench.checkpoint.synthetic_config import F0, F1, F2, Sizes, k3_config, preprocessor_config
+from workbench.checkpoint.writer import encode_array, to_bf16, write_index, write_shard
+
+__all__ = [
+    "F0",
+    "F1",
+    "F2",
+    "INDEX_NAME",
+    "AuditReport",
+    "Checkpoint",
+    "ContentCheck",
+    "Finding",
+    "FindingKind",
+    "HeaderProblem",
+    "InspectReport",
+    "Severity",
+    "ShardHeader",
+    "ShardIndex",
+    "Sizes",
+    "TensorEntry",
+    "audit",
+    "encode_array",
+    "find_index",
+    "inspect_checkpoint",
+    "k3_config",
+    "preprocessor_config",
+    "read_header",
+    "read_index",
+    "to_bf16",
+    "write_checkpoint",
+    "write_index",
+    "write_shard",
+]

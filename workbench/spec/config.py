@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from workbench.base import ConfigError, UnsupportedModelError
+from workbench.base import ConfigError, UnsupportedModelError, short_repr
 from workbench.spec.model import ModelSpec
 
 __all__ = ["ConfigReader", "read_json"]
@@ -20,9 +21,11 @@ MAX_CONFIG_BYTES = 16 << 20  # a config is kilobytes; a hostile one must not fil
 def read_json(path: Path) -> dict[str, object]:
     """A JSON object from a file. Raises ConfigError where it is absent, too large, malformed or not an object."""
     try:
-        size = path.stat().st_size
-        if size > MAX_CONFIG_BYTES:
-            raise ConfigError("file is too large for a description", where=path, found=f"{size} bytes")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block for ever
+            raise ConfigError("not a regular file", where=path)
+        if status.st_size > MAX_CONFIG_BYTES:
+            raise ConfigError("file is too large for a description", where=path, found=f"{status.st_size} bytes")
         value = json.loads(path.read_bytes(), object_pairs_hook=_unique_keys)
     except FileNotFoundError:
         raise ConfigError("file is missing", where=path) from None
@@ -69,20 +72,20 @@ class ConfigReader:
 
     _prefix = ""
 
-    def integer(self, key: str, *, default: object = _MISSING, minimum: int = 1) -> int:
+    def integer(self, key: str, *, default: object = _MISSING, minimum: int = 1, maximum: int = 1 << 40) -> int:
         value = self._take(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             self._mistyped(key, value, "an integer")
         # Bounded above as well: a size of 10**30 would only fail much later, inside arithmetic or an allocation.
-        if not (minimum <= value or value == default) or value > 1 << 40:
-            self._mistyped(key, value, f"an integer from {minimum} to 2**40")
+        if not (minimum <= value or value == default) or value > maximum:
+            self._mistyped(key, value, f"an integer from {minimum} to {maximum}")
         return value
 
     def number(self, key: str) -> float:
         value = self._take(key, _MISSING)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
+        if not _is_finite(value):
             self._mistyped(key, value, "a finite number")
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
 
     def boolean(self, key: str) -> bool:
         value = self._take(key, _MISSING)
@@ -110,8 +113,8 @@ class ConfigReader:
 
     def float_triple(self, key: str) -> tuple[float, float, float]:
         value = self._take(key, _MISSING)
-        if not isinstance(value, list) or len(value) != 3 or not all(isinstance(x, (int, float)) for x in value):
-            self._mistyped(key, value, "a list of three numbers")
+        if not isinstance(value, list) or len(value) != 3 or not all(map(_is_finite, value)):
+            self._mistyped(key, value, "a list of three finite numbers")
         return (float(value[0]), float(value[1]), float(value[2]))
 
     def require(self, key: str, wanted: object) -> None:
@@ -121,12 +124,12 @@ class ConfigReader:
             raise UnsupportedModelError(
                 f"{key} has a setting that this version does not compute",
                 where=self._where,
-                found=repr(value),
+                found=short_repr(value),
                 expected=repr(wanted),
             )
 
     def refuse(self, key: str, why: str) -> NoReturn:
-        raise UnsupportedModelError(f"{key}: {why}", where=self._where, found=repr(self._values.get(key)))
+        raise UnsupportedModelError(f"{key}: {why}", where=self._where, found=short_repr(self._values.get(key)))
 
     def unread(self) -> list[tuple[str, object]]:
         own = [
@@ -148,10 +151,8 @@ class ConfigReader:
         return default
 
     def _mistyped(self, key: str, value: object, wanted: str) -> NoReturn:
-        text = repr(value)
-        raise ConfigError(
-            f"{key} has a wrong value",
-            where=self._where,
-            found=text if len(text) < 80 else text[:77] + "...",
-            expected=wanted,
-        )
+        raise ConfigError(f"{key} has a wrong value", where=self._where, found=short_repr(value), expected=wanted)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30

@@ -44,6 +44,9 @@ LATENT_NORM_EPS = 1e-6  # [K3-2] the released code builds these two norms with t
 VISION_NORM_EPS = 2.0**-23  # nn.RMSNorm without an eps: machine epsilon of its fp32 computation
 VISION_ROPE_THETA = 10000.0
 
+# Far above any model; a hostile count must be refused here and not by running out of memory while listing tensors.
+MAX_LAYERS, MAX_EXPERTS, MAX_EXPERTS_IN_ALL = 10_000, 1 << 16, 1 << 20
+
 # transformers writes its own defaults into every config; they carry no news about the model.
 SERIALISED_DEFAULTS = frozenset(
     """
@@ -106,6 +109,14 @@ def parse(config: Mapping[str, object], image_config: Mapping[str, object] | Non
         projector=projector,
         image=_parse_image(image_config, vision),
     )
+    if spec.quant is not None:
+        for moe in {layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)}:
+            if moe.width % spec.quant.group_size or moe.latent_dim % spec.quant.group_size:
+                raise ConfigError(
+                    "expert widths are not whole quantisation groups",
+                    found=f"moe_intermediate_size {moe.width}, routed_expert_hidden_size {moe.latent_dim}",
+                    expected=f"multiples of {spec.quant.group_size}",
+                )
     top.skip("dtype")
     top.require("tie_word_embeddings", False)
     for name in ("bos", "eos", "pad", "media"):
@@ -141,7 +152,7 @@ def _same(top: ConfigReader, text: ConfigReader, key: str) -> int:
 def _parse_layers(text: ConfigReader, eps: float) -> tuple[LayerSpec, ...]:
     linear = text.child("linear_attn_config")
     linear.require("use_full_rank_gate", True)
-    num_layers = text.integer("num_hidden_layers")
+    num_layers = text.integer("num_hidden_layers", maximum=MAX_LAYERS)
     kda_positions = linear.int_list("kda_layers")
     full_positions = linear.int_list("full_attn_layers")
     # [K3-1] Both lists count from 1. A list that counts from 0 would still look plausible and shift every layer, so
@@ -183,7 +194,7 @@ def _parse_layers(text: ConfigReader, eps: float) -> tuple[LayerSpec, ...]:
     dense = DenseFFNSpec(width=text.integer("intermediate_size"), activation=activation)
     num_shared, expert_width = text.integer("num_shared_experts"), text.integer("moe_intermediate_size")
     moe = MoESpec(
-        num_experts=text.integer("num_experts"),
+        num_experts=text.integer("num_experts", maximum=MAX_EXPERTS),
         top_k=text.integer("num_experts_per_token"),
         width=expert_width,
         latent_dim=text.integer("routed_expert_hidden_size"),  # [K3-3]
@@ -197,6 +208,8 @@ def _parse_layers(text: ConfigReader, eps: float) -> tuple[LayerSpec, ...]:
     )
     if moe.top_k > moe.num_experts:
         raise ConfigError(f"{moe.top_k} experts per token but only {moe.num_experts} experts")
+    if moe.num_experts * num_layers > MAX_EXPERTS_IN_ALL:
+        raise ConfigError(f"{num_layers} layers of {moe.num_experts} experts", expected=f"up to {MAX_EXPERTS_IN_ALL}")
     num_dense = text.integer("first_k_dense_replace", minimum=0)
     full = set(full_positions)
     return tuple(
@@ -245,7 +258,7 @@ def _parse_vision(vision: ConfigReader, text_width: int) -> tuple[VisionSpec, Pr
     if len(merge) != 2 or merge[0] != merge[1]:
         vision.refuse("merge_kernel_size", "a square merge is expected")
     spec = VisionSpec(
-        num_layers=vision.integer("vt_num_hidden_layers"),
+        num_layers=vision.integer("vt_num_hidden_layers", maximum=MAX_LAYERS),
         hidden_size=vision.integer("vt_hidden_size"),
         num_heads=vision.integer("vt_num_attention_heads"),
         qkv_width=vision.integer("qkv_hidden_size"),

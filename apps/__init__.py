@@ -1,0 +1,1 @@
+"""Faces over the workbench that run in a browser."""

@@ -1,0 +1,208 @@
+"""Chat with a loaded model in the browser: text and pictures in, streamed text out.
+
+    python -m apps.chat --model data/k3-tiny --ranks 2
+
+Layout, events and the start are here; what a question does is in `apps.conversation`. The page talks to this machine
+alone, and it shows what the model wrote letter by letter, never as markup.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from apps.conversation import ChatService, Conversation, Options, stream_answer
+from apps.weights import describe_weights
+from workbench.base import WorkbenchError
+from workbench.deployment import Deployment
+from workbench.placement import choose_layout
+from workbench.serving import ImageProcessor, MultimodalInferenceService, read_tokenizer
+from workbench.spec import read_spec
+
+__all__ = ["build_app", "launch", "main", "running_service"]
+
+IMAGES = Path(__file__).resolve().parents[1] / "data" / "images"
+EXAMPLES = (
+    ("What does the picture show?", ("red_circle",)),
+    ("Which bar is the tallest?", ("three_bars",)),
+    ("Compare the two pictures.", ("house", "transparent_triangle")),
+    ("What is a shard, and what is a rank?", ()),
+)
+MAX_UPLOAD = "20mb"
+KEEP_UPLOADS_S = 3600
+# Pictures in a conversation come with buttons that send them to a service on the internet.
+CSS = '#chat button[title="Share"], #chat button[aria-label="Share"] { display: none; }'
+
+
+def build_app(service: ChatService, *, facts: str, max_tokens: int = 512, num_parallel: int = 4) -> gr.Blocks:
+    """The page over a service that is already running; `facts` (Markdown) says what is being talked to.
+
+    At most `num_parallel` answers are under way at once, the others wait in the page's queue. Visitors share nothing
+    but the service.
+    """
+
+    def accept(box: dict[str, Any], conversation: Conversation) -> tuple[Any, ...]:
+        try:
+            conversation = conversation.stopped().ask(box["text"], box["files"])
+        except WorkbenchError as error:
+            raise gr.Error(str(error), title="Not sent") from None  # the box keeps its text, nothing is started
+        return (
+            conversation,
+            conversation.shown(),
+            gr.MultimodalTextbox(value=None, interactive=False),
+            gr.Button(interactive=True),
+        )
+
+    def answer(conversation: Conversation, tokens: float, temperature: float) -> Iterator[tuple[Any, ...]]:
+        options = Options(max_tokens=int(tokens), temperature=float(temperature))
+        for step in stream_answer(service, conversation, options):
+            yield step, step.shown(), step.note
+
+    def ready() -> tuple[Any, ...]:
+        return gr.MultimodalTextbox(interactive=True), gr.Button(interactive=False)
+
+    def stop(conversation: Conversation) -> tuple[Any, ...]:
+        conversation = conversation.stopped()
+        return conversation, conversation.shown(), conversation.note, *ready()
+
+    def clear() -> tuple[Any, ...]:
+        return Conversation(), [], "", *ready()
+
+    uploads = (KEEP_UPLOADS_S, KEEP_UPLOADS_S)  # look this often, delete what is older
+    with gr.Blocks(title="workbench chat", analytics_enabled=False, fill_height=True, delete_cache=uploads) as app:
+        gr.Markdown(facts, elem_id="facts")
+        conversation = gr.State(Conversation())
+        chat = gr.Chatbot(
+            label="Conversation",
+            scale=1,
+            min_height=360,
+            render_markdown=False,
+            latex_delimiters=[],
+            buttons=[],
+            feedback_options=None,
+            elem_id="chat",
+        )
+        note = gr.Markdown(elem_id="note")
+        box = gr.MultimodalTextbox(
+            show_label=False,
+            placeholder="Ask something, with or without pictures",
+            file_types=["image"],
+            file_count="multiple",
+            sources=["upload"],
+            elem_id="question",
+        )
+        with gr.Row():
+            stop_button = gr.Button("Stop", variant="stop", size="sm", interactive=False, elem_id="stop")
+            clear_button = gr.Button("New conversation", size="sm", elem_id="clear")
+        with gr.Accordion("Settings", open=False):
+            tokens = gr.Slider(
+                1, max_tokens, value=min(128, max_tokens), step=1, label="Longest answer, tokens", elem_id="tokens"
+            )
+            temperature = gr.Slider(
+                0, 2, value=0, step=0.05, label="Temperature (0 takes the likeliest token)", elem_id="temperature"
+            )
+        gr.Examples(
+            [[{"text": text, "files": [str(IMAGES / f"{name}.png") for name in names]}] for text, names in EXAMPLES],
+            inputs=[box],
+            cache_examples=False,
+        )
+
+        page: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
+        asked = box.submit(accept, [box, conversation], [conversation, chat, box, stop_button], **page)
+        running = asked.success(
+            answer,
+            [conversation, tokens, temperature],
+            [conversation, chat, note],
+            concurrency_limit=num_parallel,
+            concurrency_id="engine",
+            **page,
+        )
+        running.then(ready, None, [box, stop_button], **page)
+        everything = [conversation, chat, note, box, stop_button]
+        # Cancel first: run beside it, the handler would be overtaken by the last update of the answer.
+        for event, handler, inputs in (
+            (stop_button.click, stop, [conversation]),
+            (clear_button.click, clear, None),
+            (chat.clear, clear, None),
+        ):
+            event(None, cancels=[running], api_visibility="private").then(handler, inputs, everything, **page)
+    return app.queue(max_size=32)
+
+
+def launch(app: gr.Blocks, *, port: int | None = None, wait: bool = True) -> str:
+    """Serve the page on this machine only and return its address; with `wait`, first when it is interrupted."""
+    _, url, _ = app.launch(
+        server_name="127.0.0.1",
+        server_port=port,
+        share=False,
+        ssr_mode=False,
+        max_file_size=MAX_UPLOAD,
+        footer_links=[],
+        css=CSS,
+        quiet=True,
+        prevent_thread_lock=True,
+    )
+    if wait:
+        print(f"chat is at {url} (Ctrl-C ends it)", flush=True)
+        app.block_thread()
+    return url
+
+
+@contextmanager
+def running_service(
+    model: Path, *, ranks: int, precision: str = "bf16", device: str = "cpu", num_slots: int = 4, context: int = 4096
+) -> Iterator[tuple[MultimodalInferenceService, str]]:
+    """A service over `ranks` processes, with the facts to show about it; ends the processes on leaving.
+
+    Raises WorkbenchError where the model cannot be read, spread or loaded.
+    """
+    spec = read_spec(model)
+    layout = choose_layout(spec, ranks)
+    tokenizer = read_tokenizer(model, spec)
+    processor = ImageProcessor(spec.image) if spec.image is not None else None
+    context = min(context, spec.max_context)
+    facts = (
+        f"**{model}** · {describe_weights(model)} · {ranks} ranks ({layout}) on {device}, {precision} · "
+        f"conversations of up to {context:,} tokens"
+    )
+    with (
+        Deployment.start(
+            model, layout, precision=precision, device=device, num_slots=num_slots, max_tokens=context
+        ) as deployment,
+        MultimodalInferenceService(deployment, tokenizer, processor) as service,
+    ):
+        yield service, facts
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Chat with a checkpoint on several ranks of this machine.")
+    parser.add_argument("--model", type=Path, default=Path("data/k3-tiny"), help="checkpoint folder")
+    parser.add_argument("--ranks", type=int, default=2, help="worker processes")
+    parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp8, int8, int4 or mxfp4")
+    parser.add_argument("--device", default="cpu", help="device type of the ranks")
+    parser.add_argument("--slots", type=int, default=4, help="answers under way at the same time")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a conversation, answer included")
+    parser.add_argument("--port", type=int, default=None, help="port on 127.0.0.1 (default: a free one from 7860)")
+    args = parser.parse_args(arguments)
+    try:
+        with running_service(
+            args.model,
+            ranks=args.ranks,
+            precision=args.precision,
+            device=args.device,
+            num_slots=args.slots,
+            context=args.context,
+        ) as (service, facts):
+            longest = min(512, service.model.info.max_tokens)
+            launch(build_app(service, facts=facts, max_tokens=longest, num_parallel=args.slots), port=args.port)
+    except WorkbenchError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

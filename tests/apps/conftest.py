@@ -1,0 +1,10 @@
+"""The apps are run from the root of the repository and are not part of the installed package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parents[2])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)

@@ -1,0 +1,209 @@
+"""The chat in a real browser: on two real ranks, and on a scripted service where timing has to be known."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import BrowserContext, Page, sync_playwright
+from scripted import ScriptedService
+
+from apps.chat import build_app, launch, running_service
+from workbench.serving import MultimodalInferenceService
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL, IMAGES = ROOT / "data" / "k3-tiny", ROOT / "data" / "images"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+# Without the second line Chromium itself tries to reach hosts on the internet.
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+EXTERNAL = "http://198.51.100.7/picture.png"  # an address reserved for documentation
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on this machine"),
+]
+
+
+class Visitor:
+    """A page of the chat, with every request it made and the bytes it received."""
+
+    def __init__(self, context: BrowserContext, url: str) -> None:
+        self.requests: list[str] = []
+        self.num_bytes = 0
+        self.page: Page = context.new_page()
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        session = context.new_cdp_session(self.page)
+        session.send("Network.enable")
+        session.on("Network.dataReceived", self._count)
+        self.page.goto(url)
+        self.page.wait_for_selector("#question textarea")
+
+    def _count(self, event: dict[str, int]) -> None:
+        self.num_bytes += event["dataLength"]
+
+    @property
+    def external(self) -> list[str]:
+        urls = map(urlsplit, self.requests)
+        return [url.geturl() for url in urls if url.scheme in ("http", "https", "ws") and url.hostname != "127.0.0.1"]
+
+    @property
+    def note(self) -> str:
+        return self.page.locator("#note").inner_text().strip()
+
+    @property
+    def answers(self) -> list[str]:
+        return self.page.locator("#chat .bot.message").all_inner_texts()
+
+    def ask(self, text: str, *pictures: Path) -> None:
+        if pictures:
+            self.page.locator("#question input[type=file]").set_input_files(list(pictures))
+            self.page.wait_for_function(
+                "count => document.querySelectorAll('#question img').length >= count", arg=len(pictures)
+            )
+        self.page.locator("#question textarea").fill(text)
+        self.page.keyboard.press("Enter")
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+        end_s = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end_s, f"{what}: not within {seconds} s; the page says {self.note!r}"
+            self.page.wait_for_timeout(50)  # lets events of the page come in, which time.sleep does not
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("profile"),
+            executable_path=CHROMIUM,
+            headless=True,
+            args=FLAGS,
+            viewport={"width": 1100, "height": 1150},
+        )
+        yield context
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[tuple[MultimodalInferenceService, str]]:
+    with running_service(MODEL, ranks=2) as (service, facts):
+        app = build_app(service, facts=facts)
+        yield service, launch(app, wait=False)
+        app.close()
+
+
+@pytest.mark.ranks
+def test_picture_question_streams_stops_and_is_answered_on_two_ranks(
+    browser: BrowserContext, ranks: tuple[MultimodalInferenceService, str], tmp_path: Path
+) -> None:
+    service, url = ranks
+    visitor = Visitor(browser, url)
+    assert "random weights" in visitor.page.locator("#facts").inner_text()
+    assert "2 ranks" in visitor.page.locator("#facts").inner_text()
+
+    # Text grows while the answer is under way.
+    visitor.ask("What does the picture show?", IMAGES / "house.png")
+    seen: list[str] = []
+
+    def has_grown() -> bool:
+        if visitor.note.startswith("writing") and visitor.answers:
+            seen.append(visitor.answers[-1])
+        return len(set(map(len, seen))) >= 3
+
+    visitor.wait(has_grown, "streamed text")
+    assert sorted(seen, key=len) == seen
+    assert service.stats().num_running == 1
+    visitor.page.screenshot(path=tmp_path / "streaming.png")
+
+    # Stop frees the slot at once and keeps what was written.
+    visitor.page.locator("#stop").click()
+    visitor.wait(lambda: visitor.note == "stopped", "stop", 10)
+    visitor.wait(lambda: service.stats().num_running == 0, "freed slot", 10)
+    assert service.stats().num_aborted >= 1
+    assert service.stats().num_free_slots == service.model.info.num_slots
+    stopped = visitor.answers[-1]
+    assert len(stopped) >= len(seen[-1])
+    visitor.page.wait_for_timeout(1000)
+    assert visitor.answers[-1] == stopped
+
+    # The next question, with a short answer, comes to its end; a transparent picture and hostile text are harmless.
+    visitor.page.get_by_text("Settings").click()
+    visitor.page.locator("#tokens input[type=number]").fill("6")
+    visitor.page.locator("#tokens input[type=number]").press("Tab")
+    visitor.ask(f"And <img src='{EXTERNAL}'> now?", IMAGES / "transparent_triangle.png")
+    visitor.wait(lambda: "written" in visitor.note, "second answer")
+    assert "of them pictures" in visitor.note
+    assert "; 6 written" in visitor.note
+    assert "cut at the longest answer allowed" in visitor.note
+    assert len(visitor.answers) == 2
+    assert f"And <img src='{EXTERNAL}'> now?" in visitor.page.locator("#chat").inner_text()
+    visitor.page.screenshot(path=tmp_path / "answered.png")
+    print(f"screenshots in {tmp_path}")
+
+    assert len(visitor.requests) > 20
+    assert visitor.external == []
+    visitor.page.evaluate("url => { new Image().src = url; }", EXTERNAL)  # the recorder does see such a request
+    visitor.wait(lambda: visitor.external == [EXTERNAL], "recorded request", 10)
+    visitor.page.close()
+
+
+@pytest.mark.ranks
+def test_closed_tab_frees_the_request(browser: BrowserContext, ranks: tuple[MultimodalInferenceService, str]) -> None:
+    service, url = ranks
+    visitor = Visitor(browser, url)
+    visitor.ask("What is a shard?")
+    visitor.wait(lambda: service.stats().num_running == 1, "running request")
+    visitor.page.close()
+    end_s = time.monotonic() + 10
+    while service.stats().num_running:
+        assert time.monotonic() < end_s, "the request still runs 10 s after its visitor left"
+        time.sleep(0.05)
+
+
+def test_updates_do_not_grow_with_the_pictures_of_the_conversation(browser: BrowserContext, tmp_path: Path) -> None:
+    pictures = []
+    for number in range(3):
+        pixels = np.random.default_rng(number).integers(0, 256, (200, 200, 3), np.uint8)
+        pictures.append(tmp_path / f"noise{number}.png")
+        Image.fromarray(pixels).save(pictures[-1])  # noise does not compress: 120 kB each
+    gate = threading.Semaphore(0)
+    service = ScriptedService([f"word{i} " for i in range(60)], gate=gate)
+    app = build_app(service, facts="scripted")
+    visitor = Visitor(browser, launch(app, wait=False))
+    visitor.ask("What do they show?", *pictures)
+    gate.release()
+    visitor.wait(lambda: bool(visitor.answers) and "word0" in visitor.answers[-1], "first word")
+    visitor.page.wait_for_timeout(500)  # pictures of the conversation have been fetched by now
+    before = visitor.num_bytes
+    for _ in range(59):
+        gate.release()
+        visitor.page.wait_for_timeout(60)
+    visitor.wait(lambda: "written" in visitor.note, "whole answer")
+    received = visitor.num_bytes - before
+    assert received > 0
+    assert received < 60_000, f"{received} B for 59 updates; one set of the pictures alone is 360 kB"
+    visitor.page.close()
+    app.close()
+
+
+def test_what_the_model_writes_is_shown_and_never_run(browser: BrowserContext) -> None:
+    hostile = f"<img src='{EXTERNAL}'> ![x]({EXTERNAL}) <script>fetch('{EXTERNAL}')</script> **bold**"
+    app = build_app(ScriptedService([hostile]), facts="scripted")
+    visitor = Visitor(browser, launch(app, wait=False))
+    visitor.ask("Say it")
+    visitor.wait(lambda: "written" in visitor.note, "answer")
+    visitor.page.wait_for_timeout(500)
+    assert visitor.answers[-1].strip() == hostile
+    assert visitor.external == []
+    visitor.page.close()
+    app.close()

@@ -1,0 +1,146 @@
+"""The page without a browser: its handlers as plain functions, and what its server gives away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import httpx
+import pytest
+from scripted import ScriptedService
+
+from apps.chat import EXAMPLES, IMAGES, build_app, launch, main
+from apps.conversation import Conversation
+from apps.weights import describe_weights
+from workbench.base import RequestError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def handlers(app: gr.Blocks) -> dict[str, Callable[..., Any]]:
+    return {block.fn.__name__: block.fn for block in app.fns.values() if block.fn is not None}
+
+
+@pytest.fixture
+def service() -> ScriptedService:
+    return ScriptedService()
+
+
+@pytest.fixture
+def app(service: ScriptedService) -> gr.Blocks:
+    return build_app(service, facts="a **model**", max_tokens=64)
+
+
+def test_question_empties_the_box_and_arms_the_stop_button(app: gr.Blocks) -> None:
+    conversation, shown, box, stop = handlers(app)["accept"]({"text": "What?", "files": ["/a.png"]}, Conversation())
+    assert conversation.turns[0].images == ("/a.png",)
+    assert [entry["role"] for entry in shown] == ["user", "user", "assistant"]
+    assert (box.value, box.interactive, stop.interactive) == ({"text": "", "files": []}, False, True)
+
+
+def test_empty_question_is_a_message_and_nothing_is_asked(app: gr.Blocks, service: ScriptedService) -> None:
+    with pytest.raises(gr.Error, match="there is no question"):
+        handlers(app)["accept"]({"text": " ", "files": []}, Conversation())
+    assert service.asked == []
+
+
+def test_answer_streams_with_the_settings_of_the_page(app: gr.Blocks, service: ScriptedService) -> None:
+    steps = list(handlers(app)["answer"](Conversation().ask("What?"), 33.0, 0.5))
+    assert service.asked[0][2:] == (33, 0.5)
+    assert steps[-1][1][-1]["content"] == "one two three"
+    assert steps[-1][2].startswith("40 tokens read")
+
+
+def test_refusal_of_the_service_is_shown_in_the_conversation(app: gr.Blocks, service: ScriptedService) -> None:
+    service.refusal = RequestError("the prompt of 70 tokens does not fit")
+    ((conversation, shown, note),) = handlers(app)["answer"](Conversation().ask("What?"), 8, 0)
+    assert "does not fit" in shown[-1]["content"]
+    assert "does not fit" in note
+    assert conversation.turns[-1].state == "failed"
+
+
+def test_stop_closes_the_turn_and_frees_the_box(app: gr.Blocks) -> None:
+    open_turn = Conversation().ask("What?").answered("one ", "answering", "writing")
+    conversation, shown, note, box, stop = handlers(app)["stop"](open_turn)
+    assert conversation.turns[-1].state == "stopped"
+    assert shown[-1]["content"] == "one "
+    assert (note, box.interactive, stop.interactive) == ("stopped", True, False)
+
+
+def test_new_conversation_forgets_the_old_one(app: gr.Blocks) -> None:
+    conversation, shown, note, *_ = handlers(app)["clear"]()
+    assert (conversation, shown, note) == (Conversation(), [], "")
+
+
+def test_a_stop_event_cancels_the_running_answer(app: gr.Blocks) -> None:
+    functions = app.fns
+    (answer_idx,) = (i for i, block in functions.items() if block.fn is not None and block.fn.__name__ == "answer")
+    cancelling = [block for block in functions.values() if answer_idx in (block.cancels or ())]
+    assert len(cancelling) == 3  # stop, new conversation, the bin of the chat window
+    assert functions[answer_idx].concurrency_limit == 4
+
+
+def test_every_example_has_its_pictures() -> None:
+    for _, names in EXAMPLES:
+        assert all((IMAGES / f"{name}.png").is_file() for name in names)
+
+
+@pytest.fixture
+def url(app: gr.Blocks) -> Iterator[str]:
+    yield launch(app, wait=False)
+    app.close()
+
+
+def test_server_gives_away_no_files_and_no_private_events(url: str) -> None:
+    assert url.startswith("http://127.0.0.1:")
+    with httpx.Client(base_url=url, timeout=10) as client:
+        assert client.get("/").status_code == 200
+        for path in ("/etc/passwd", ROOT / "pyproject.toml", ROOT / "apps" / "chat.py"):
+            assert client.get(f"/gradio_api/file={path}").status_code in (403, 404)
+        assert client.get("/gradio_api/info").json()["named_endpoints"] == {}
+        config = client.get("/config").json()
+        assert config["analytics_enabled"] is False
+
+
+def test_too_large_an_upload_is_refused(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=30) as client:
+        small = client.post("/gradio_api/upload", files={"files": ("a.png", b"x" * 1000)})
+        large = client.post("/gradio_api/upload", files={"files": ("a.png", b"x" * (21 << 20))})
+    assert small.status_code == 200
+    assert large.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"weights": "random"}', "random weights: its answers are noise"),
+        ('{"weights": "trained"}', "trained weights"),
+        ("{", "weights of unknown origin (unreadable origin.json)"),
+        ('{"weights": 3}', "weights of unknown origin (unreadable origin.json)"),
+        (None, "weights as published"),
+    ],
+)
+def test_kind_of_weights_is_said_in_words(tmp_path: Path, content: str | None, expected: str) -> None:
+    if content is not None:
+        (tmp_path / "origin.json").write_text(content)
+    assert describe_weights(tmp_path) == expected
+
+
+def test_embedded_checkpoint_says_that_it_is_random() -> None:
+    assert describe_weights(ROOT / "data" / "k3-tiny").startswith("random")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "no/such/folder"], "no/such/folder"),
+        (["--model", str(ROOT / "data" / "k3-tiny"), "--ranks", "23"], "no layout of 23 ranks"),
+    ],
+)
+def test_unusable_arguments_end_with_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert str(caught.value).startswith("error: ")
+    assert message in str(caught.value)

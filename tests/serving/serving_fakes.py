@@ -1,0 +1,104 @@
+"""A runner whose model is a few obvious lines, and which checks every promise the engine makes to runners."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from workbench.serving.requests import PlacedImage
+from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, StepInput
+
+
+class EchoRunner:
+    """Answers with its own prompt, over and over, from what the slot holds; so a leak between slots shows in the text.
+
+    `gate` is called before each step. Image rows are remembered as -(1000 * image number) - feature row.
+    """
+
+    def __init__(
+        self,
+        *,
+        dp: int = 1,
+        num_slots: int = 3,
+        max_tokens: int = 5000,
+        has_vision: bool = True,
+        gate: Callable[[], None] | None = None,
+    ) -> None:
+        self.info = RunnerInfo(
+            dp=dp,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            vocab_size=10_000,
+            has_vision=has_vision,
+            stop_ids=(9999,),
+        )
+        self.gate = gate
+        self.slots: dict[tuple[int, int], list[int]] = {}
+        self.prompt_sizes: dict[tuple[int, int], int] = {}
+        self.features: list[dict[str, int]] = [{} for _ in range(dp)]
+        self.numbers: dict[str, int] = {}
+        self.calls: list[tuple[str, object]] = []
+        self.steps: list[Sequence[StepInput]] = []
+        self.threads: set[int] = set()
+
+    def encode_images(self, replica: int, images: Sequence[EncodeImage]) -> None:
+        self.threads.add(threading.get_ident())
+        for key, patches, grid in images:
+            assert key not in self.features[replica], f"{key} encoded twice"
+            assert patches.shape[0] == grid[0] * grid[1] * grid[2]
+            self.features[replica][key] = patches.shape[0]
+            self.numbers.setdefault(key, len(self.numbers) + 1)
+            self.calls.append(("encode", (replica, key)))
+
+    def drop_images(self, replica: int, keys: Collection[str]) -> None:
+        for key in keys:
+            del self.features[replica][key]
+            self.calls.append(("drop", (replica, key)))
+
+    def reset_slot(self, replica: int, slot: int) -> None:
+        self.slots[replica, slot] = []
+
+    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
+        if self.gate is not None:
+            self.gate()
+        self.threads.add(threading.get_ident())
+        assert len(inputs) == self.info.dp
+        self.steps.append(inputs)
+        out: list[list[SampledToken]] = []
+        for replica, sequences in enumerate(inputs):
+            assert len({sequence.slot for sequence in sequences}) == len(sequences), "a slot twice in one step"
+            tokens = []
+            for sequence in sequences:
+                held = self.slots[replica, sequence.slot]
+                assert sequence.start == len(held), (
+                    f"slot {sequence.slot} holds {len(held)}, step says {sequence.start}"
+                )
+                new = list(sequence.token_ids)
+                for span in sequence.images:
+                    assert span.key in self.features[replica], f"{span.key} not encoded"
+                    for i in range(span.count):
+                        new[span.row + i] = -1000 * self.numbers[span.key] - (span.first + i)
+                held.extend(new)
+                if sequence.sample is not None:
+                    if sequence.step_idx == 0:
+                        self.prompt_sizes[replica, sequence.slot] = len(held)
+                    size = self.prompt_sizes[replica, sequence.slot]
+                    assert len(held) == size + sequence.step_idx
+                    tokens.append(SampledToken(token_id=abs(held[sequence.step_idx % size]), logprob=-0.5))
+            out.append(tokens)
+        return out
+
+    def close(self) -> None:
+        self.calls.append(("close", None))
+
+
+def echo_of(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    return [prompt[i % len(prompt)] for i in range(num_tokens)]
+
+
+def placed_image(key: str, row: int, count: int) -> PlacedImage:
+    return PlacedImage(
+        key=key, patches=np.zeros((count * 4, 3, 2, 2), np.uint8), grid=(1, 2, count * 2), row=row, count=count
+    )

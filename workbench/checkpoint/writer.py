@@ -1,0 +1,70 @@
+"""Writing safetensors files and their index with numpy alone; one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.base import CheckpointError, num_bytes
+from workbench.checkpoint.index import INDEX_NAME
+from workbench.spec import TensorSpec
+
+__all__ = ["encode_array", "to_bf16", "write_index", "write_shard"]
+
+_NUMPY = {"F32": np.float32, "F16": np.float16, "U8": np.uint8}
+
+
+def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper half of each float, rounded to nearest, ties to even; finite input stays finite below 2**127.99."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def encode_array(values: NDArray[np.generic], dtype: str) -> bytes:
+    """Bytes of an array in a storage dtype: BF16, F16, F32 from floats, U8 from bytes."""
+    if dtype == "BF16":
+        return to_bf16(values.astype(np.float32)).tobytes()
+    return values.astype(_NUMPY[dtype]).tobytes()
+
+
+def write_shard(path: Path, tensors: Iterable[TensorSpec], data: Callable[[TensorSpec], bytes]) -> int:
+    """Write one file in the order given, asking `data` for each tensor's bytes in turn. Returns bytes of tensor data.
+
+    Raises CheckpointError where `data` returns another number of bytes than dtype and shape need.
+    """
+    tensors = list(tensors)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        size = num_bytes(tensor.dtype, tensor.shape)
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data begins 8-byte aligned, as the safetensors library writes it
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            piece = data(tensor)
+            if len(piece) != tensor.num_bytes:
+                raise CheckpointError(
+                    f"{tensor.name}: wrong number of bytes", where=path, found=len(piece), expected=tensor.num_bytes
+                )
+            file.write(piece)
+    return offset
+
+
+def write_index(root: Path, files: Mapping[str, str], total_size: int) -> Path:
+    """`model.safetensors.index.json` from tensor name -> file name."""
+    path = root / INDEX_NAME
+    record = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path

@@ -1,0 +1,224 @@
+"""What a rank can be told to do, by name. Runs in workers only, and is the first thing there to import torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from workbench.base import DeploymentError, LoadError
+from workbench.deployment.capture import capturing, read_cache, to_numpy
+from workbench.deployment.records import LoadProgress, LoadReport, RankStats
+from workbench.loading import LoadedModel, load_sharded_weights
+from workbench.loading.load import LoadProgress as RawProgress
+from workbench.parallel import join_processes
+from workbench.placement import Layout
+from workbench.serving.runner import RankRunner
+from workbench.serving.steps import EncodeImage, SampledToken, StepInput
+
+if TYPE_CHECKING:
+    from workbench.deployment.worker import Worker
+
+__all__ = ["RankCommands", "choose_device"]
+
+COMMANDS = ("load", "ledger", "encode", "drop", "step", "forward", "stats", "ping")
+
+
+class RankCommands:
+    """The commands of one rank. Those for one replica are sent to all ranks, with the inputs of all replicas."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._loaded: LoadedModel | None = None
+        self._runner: RankRunner | None = None
+
+    def carry_out(self, name: str, args: Mapping[str, object]) -> object:
+        if name not in COMMANDS:
+            raise DeploymentError(f"no command {name!r}", expected=", ".join(COMMANDS))
+        return getattr(self, f"_{name}")(**args)
+
+    def _load(
+        self,
+        *,
+        model_path: str,
+        layout: Layout,
+        precision: str,
+        dtype: str | None,
+        device: str,
+        num_slots: int,
+        max_tokens: int,
+        init_method: str,
+        collective_timeout_s: float,
+    ) -> LoadReport:
+        worker = self._worker
+        if self._loaded is not None:
+            raise DeploymentError("this rank holds a model already")
+        if worker.world_size != layout.world_size:
+            raise DeploymentError(
+                f"layout {layout} needs {layout.world_size} ranks", found=f"{worker.world_size} were started"
+            )
+        place = choose_device(device, worker.local_rank)
+        if layout.world_size > 1:
+            worker.slate.operation("joining the other ranks")
+            join_processes(
+                worker.rank,
+                layout.world_size,
+                init_method=init_method,
+                device_type=place.type,
+                timeout_s=collective_timeout_s,
+            )
+
+        def progress(raw: RawProgress) -> None:
+            worker.slate.operation(f"loading, {raw.bytes_read} of {raw.bytes_total} bytes read, up to {raw.tensor}")
+            worker.progress(
+                LoadProgress(
+                    rank=raw.rank,
+                    bytes_read=raw.bytes_read,
+                    bytes_total=raw.bytes_total,
+                    seconds=raw.seconds,
+                    tensor=raw.tensor,
+                )
+            )
+
+        worker.slate.operation(f"loading {model_path}")
+        loaded = load_sharded_weights(
+            model_path,
+            precision=precision,
+            layout=layout,
+            dtype=_dtype(dtype),
+            device=place,
+            progress=progress,
+        )
+        loaded.model.eval().requires_grad_(False)
+        loaded.ctx.log.listener = lambda record: worker.slate.collective(str(record))
+        self._runner = RankRunner(loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens)
+        self._loaded = loaded
+        return LoadReport(
+            rank=worker.rank,
+            place=str(loaded.ctx),
+            info=self._runner.info,
+            spec=loaded.spec,
+            ledger=loaded.ledger.summary(),
+            stats=loaded.stats.to_dict(),
+        )
+
+    def _ledger(self) -> dict[str, object]:
+        result: dict[str, object] = json.loads(self._model.ledger.to_json())
+        return result
+
+    def _encode(self, *, replica: int, images: Sequence[EncodeImage]) -> None:
+        if self._replica == replica:
+            self.runner.encode_images(images)
+
+    def _drop(self, *, replica: int, keys: Collection[str]) -> None:
+        if self._replica == replica:
+            self.runner.drop_images(keys)
+
+    def _step(self, *, resets: Sequence[tuple[int, int]], inputs: Sequence[StepInput]) -> list[SampledToken] | None:
+        """Tokens on the rank that samples for its replica, None elsewhere."""
+        for replica, slot in resets:
+            if replica == self._replica:
+                self.runner.reset_slot(slot)
+        tokens = self.runner.step(inputs[self._replica])
+        return tokens if self.runner.is_sampler else None
+
+    def _forward(
+        self,
+        *,
+        inputs: Sequence[StepInput],
+        images: Sequence[Sequence[EncodeImage]],
+        capture: Sequence[str],
+        use_cache: bool,
+    ) -> tuple[list[np.ndarray] | None, dict[str, np.ndarray]]:
+        """Whole sequences of this replica: logits (n, V) float32 of each on the sampler, and captured values."""
+        steps, runner = inputs[self._replica], self.runner
+        kept = dict(runner.features)
+        try:
+            runner.encode_images(images[self._replica])
+            with capturing(self._model.model, capture) as values:
+                logits, cache = runner.logits_of(steps, use_cache=use_cache)
+        finally:
+            runner.features = kept
+        if cache is not None:
+            values.update(read_cache(cache, capture))
+        if logits is None or not runner.is_sampler:
+            return None, values
+        parts = logits.float().split([len(step.token_ids) for step in steps])
+        return [to_numpy(part) for part in parts], values
+
+    def _stats(self) -> RankStats:
+        log, runner = self._model.ctx.log, self.runner
+        device = self._model.ctx.device
+        return RankStats(
+            rank=self._worker.rank,
+            place=str(self._model.ctx),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=str(device),
+            resident_bytes=_resident_bytes(),
+            peak_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 1024),
+            device_bytes=None if device.type == "cpu" else torch.accelerator.memory_allocated(device),
+            cache_bytes=runner.cache.num_bytes,
+            num_images=len(runner.features),
+            collectives={key: (total.count, total.num_bytes) for key, total in log.totals.items()},
+            last_collective=log.describe_last(),
+        )
+
+    def _ping(self) -> int:
+        return os.getpid()
+
+    @property
+    def runner(self) -> RankRunner:
+        if self._runner is None:
+            raise DeploymentError("no model is loaded", next_step="Send 'load' first")
+        return self._runner
+
+    @property
+    def _model(self) -> LoadedModel:
+        if self._loaded is None:
+            raise DeploymentError("no model is loaded", next_step="Send 'load' first")
+        return self._loaded
+
+    @property
+    def _replica(self) -> int:
+        return self._model.ctx.coords.dp
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """The device of a rank: "cpu", "auto" for the accelerator where there is one, or a device type by name.
+
+    Ranks of one machine are dealt over its devices in turn. Raises DeploymentError where the device is not there.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "cpu" or (name == "auto" and accelerator is None):
+        return torch.device("cpu")
+    if accelerator is None or name not in ("auto", accelerator.type):
+        raise DeploymentError(f"device {name!r} is not available", found=f"{accelerator or 'cpu only'} here")
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise LoadError(f"no activation dtype {name!r}", expected="float32, bfloat16, float16 or float64")
+    return dtype
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0

@@ -1,0 +1,406 @@
+"""The handle of a deployment: N ranks behind one object that a notebook can hold, run and throw away."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import cast
+
+import numpy as np
+
+from workbench.base import DeploymentError, RequestError, WorkerDiedError
+from workbench.deployment.control import Control, Member
+from workbench.deployment.protocol import PROTOCOL, Address, Door, Hello
+from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, RankStats
+from workbench.deployment.supervise import RankProcess, kill_ranks, start_ranks
+from workbench.placement import Layout
+from workbench.serving.requests import PlacedImage, SamplingParams
+from workbench.serving.steps import EncodeImage, ImageSpan, RunnerInfo, SampledToken, SequenceStep, StepInput
+from workbench.spec import ModelSpec
+
+__all__ = ["Deployment", "Timeouts"]
+
+HELLO_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """Seconds without any sign of life after which something counts as hung.
+
+    `start_s`: until all ranks have reported. `load_s`: between two signs of progress. `command_s`: any other command.
+    `collective_s`: what the collective library itself waits; larger than `command_s`, so that the handle speaks first.
+    """
+
+    start_s: float = 120.0
+    load_s: float = 600.0
+    command_s: float = 300.0
+    collective_s: float = 900.0
+
+
+class Deployment:
+    """A model spread over worker processes; drives like any other `Runner`.
+
+        with Deployment.start("path/to/checkpoint", Layout(tp=2)) as deployment:
+            service = MultimodalInferenceService(deployment, tokenizer, ImageProcessor(deployment.spec.image))
+
+    `start` makes the ranks on this machine, `attach` takes ranks that torchrun started on one or several. A rank that
+    dies or hangs ends the deployment: the call in hand raises WorkerDiedError or DeploymentError with the rank's last
+    operation, collective and log lines, and so does every later call. Nothing outlives the handle: `close`, the end of
+    a `with` block, garbage collection, the end of the interpreter and even its sudden death all end the ranks. An
+    interrupted call leaves them alive; the next one waits until they are done with it.
+    """
+
+    def __init__(
+        self, control: Control, reports: Sequence[LoadReport], layout: Layout, timeouts: Timeouts, folder: Path | None
+    ) -> None:
+        self.layout, self.timeouts = layout, timeouts
+        self.reports = tuple(reports)
+        self.folder = folder
+        self._control = control
+        self._resets: list[tuple[int, int]] = []
+        self._finalizer = weakref.finalize(self, _end, control, folder)
+
+    @classmethod
+    def start(
+        cls,
+        model_path: Path | str,
+        layout: Layout | None = None,
+        *,
+        precision: str = "bf16",
+        dtype: object = None,
+        device: str = "cpu",
+        num_slots: int = 8,
+        max_tokens: int = 4096,
+        threads: int | None = None,
+        env: Mapping[str, str] | None = None,
+        timeouts: Timeouts | None = None,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+    ) -> Deployment:
+        """Start one worker per rank of `layout` on this machine and load the model onto them.
+
+        `device`: "cpu", "auto" (the accelerator where there is one) or a device type. `dtype`: of activations, by torch
+        dtype or its name. `num_slots` sequences of `max_tokens` tokens per replica. `threads` per rank: the cores
+        divided among them, unless OMP_NUM_THREADS says otherwise. `env` adds variables for the ranks. `on_progress` is
+        called in this thread. Raises a rank's own LoadError, CheckpointError, LayoutError, ... with the rank named,
+        WorkerDiedError for one that ended, DeploymentError for one that hangs; nothing is left running then.
+        """
+        layout, timeouts = layout or Layout(), timeouts or Timeouts()
+        folder = Path(tempfile.mkdtemp(prefix="workbench-"))  # only its owner may enter
+        address, authkey = str(folder / "control.sock"), secrets.token_bytes(32)
+        ranks: list[RankProcess] = []
+        try:
+            entries: SimpleQueue[Connection] = SimpleQueue()
+            door = Door(address, authkey, entries.put, send_timeout_s=timeouts.command_s)
+            try:
+                threads = threads or max(1, (os.cpu_count() or 1) // layout.world_size)
+                ranks = start_ranks(layout.world_size, address, authkey, folder, threads=threads, env=env)
+                members = _gather(entries, layout.world_size, timeouts.start_s, ranks)
+            finally:
+                door.close()
+        except BaseException:
+            kill_ranks(ranks)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls._load(
+            members,
+            layout,
+            timeouts,
+            folder,
+            model_path=str(Path(model_path).absolute()),
+            precision=precision,
+            dtype=dtype,
+            device=device,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            init_method=f"file://{folder / 'rendezvous'}",
+            on_progress=on_progress,
+        )
+
+    @classmethod
+    def attach(
+        cls,
+        address: Address,
+        authkey: bytes,
+        model_path: Path | str,
+        layout: Layout,
+        *,
+        precision: str = "bf16",
+        dtype: object = None,
+        device: str = "auto",
+        num_slots: int = 8,
+        max_tokens: int = 4096,
+        timeouts: Timeouts | None = None,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        on_listening: Callable[[Address], None] | None = None,
+    ) -> Deployment:
+        """Wait at `address` for the ranks of `layout` that torchrun starts, on this machine or others, and load.
+
+            torchrun --nproc-per-node=8 -m workbench.deployment.worker --controller HOST:PORT --authkey-file FILE
+
+        FILE holds `authkey` in hexadecimal, readable by its owner only. `model_path` is read by every rank, on its own
+        machine. Port 0 takes a free one, which `on_listening` is told. Raises as `start`.
+        """
+        timeouts = timeouts or Timeouts()
+        if not authkey:
+            raise DeploymentError("an empty key keeps nobody out", next_step="Use secrets.token_bytes(32)")
+        entries: SimpleQueue[Connection] = SimpleQueue()
+        door = Door(address, authkey, entries.put, send_timeout_s=timeouts.command_s)
+        try:
+            if on_listening is not None:
+                on_listening(door.address)
+            members = _gather(entries, layout.world_size, timeouts.start_s, [])
+        finally:
+            door.close()
+        return cls._load(
+            members,
+            layout,
+            timeouts,
+            None,
+            model_path=str(model_path),
+            precision=precision,
+            dtype=dtype,
+            device=device,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            init_method="env://",
+            on_progress=on_progress,
+        )
+
+    @classmethod
+    def _load(
+        cls,
+        members: Sequence[Member],
+        layout: Layout,
+        timeouts: Timeouts,
+        folder: Path | None,
+        *,
+        dtype: object,
+        on_progress: Callable[[LoadProgress], None] | None,
+        **args: object,
+    ) -> Deployment:
+        control = Control(members)
+        try:
+            reports = control.request(
+                "load",
+                {
+                    **args,
+                    "layout": layout,
+                    "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+                    "collective_timeout_s": timeouts.collective_s,
+                },
+                timeout_s=timeouts.load_s,
+                on_progress=cast(Callable[[object], None] | None, on_progress),
+            )
+        except BaseException:
+            _end(control, folder)
+            raise
+        return cls(control, cast(list[LoadReport], reports), layout, timeouts, folder)
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self.reports[0].info
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.reports[0].spec
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank, each on its own host."""
+        return tuple(member.hello.pid for member in self._control.members)
+
+    @property
+    def load_stats(self) -> tuple[dict[str, float], ...]:
+        """What loading cost, by rank: bytes read and assigned, seconds, peak host bytes."""
+        return tuple(report.stats for report in self.reports)
+
+    @property
+    def ledgers(self) -> tuple[dict[str, object], ...]:
+        """The full ledger of every rank, fetched now: each parameter with its sources, transform and norm."""
+        return tuple(cast(list[dict[str, object]], self._request("ledger")))
+
+    def encode_images(self, replica: int, images: Sequence[EncodeImage]) -> None:
+        self._request("encode", {"replica": replica, "images": list(images)})
+
+    def drop_images(self, replica: int, keys: Collection[str]) -> None:
+        self._request("drop", {"replica": replica, "keys": list(keys)})
+
+    def reset_slot(self, replica: int, slot: int) -> None:
+        """Takes effect with the next step, which saves a round to all ranks."""
+        self._resets.append((replica, slot))
+
+    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
+        if len(inputs) != self.layout.dp:
+            raise RequestError(f"{len(inputs)} inputs", expected=f"one for each of {self.layout.dp} replicas")
+        resets, self._resets = self._resets, []
+        answers = self._request("step", {"resets": resets, "inputs": list(inputs)})
+        return [cast(list[SampledToken], answers[rank]) for rank in self._samplers()]
+
+    def forward(
+        self,
+        sequences: Sequence[Sequence[int]],
+        images: Sequence[Sequence[PlacedImage]] | None = None,
+        *,
+        capture: Sequence[str] = (),
+        use_cache: bool = True,
+    ) -> ForwardResult:
+        """Logits of every token of whole sequences, without touching the slots; for comparison with a reference.
+
+        Sequences are dealt over the replicas in turn; `images` has those of each sequence, placed. `capture` names
+        values as `workbench.deployment.capture` describes; a replica's captured rows are those of its sequences, one
+        behind another. `use_cache=False` computes as training does, without writing state.
+        """
+        inputs: list[list[SequenceStep]] = [[] for _ in range(self.layout.dp)]
+        encode: list[dict[str, EncodeImage]] = [{} for _ in range(self.layout.dp)]
+        for number, ids in enumerate(sequences):
+            placed = images[number] if images is not None else ()
+            replica = number % self.layout.dp
+            encode[replica].update({image.key: (image.key, image.patches, image.grid) for image in placed})
+            inputs[replica].append(
+                SequenceStep(
+                    slot=len(inputs[replica]),
+                    start=0,
+                    token_ids=tuple(ids),
+                    images=tuple(ImageSpan(key=x.key, row=x.row, first=0, count=x.count) for x in placed),
+                    has_images=bool(placed),
+                )
+            )
+        answers = cast(
+            list[tuple[list[np.ndarray] | None, dict[str, np.ndarray]]],
+            self._request(
+                "forward",
+                {
+                    "inputs": [tuple(steps) for steps in inputs],
+                    "images": [list(table.values()) for table in encode],
+                    "capture": list(capture),
+                    "use_cache": use_cache,
+                },
+            ),
+        )
+        by_replica = [answers[rank][0] or [] for rank in self._samplers()]
+        logits = [by_replica[n % self.layout.dp][n // self.layout.dp] for n in range(len(sequences))]
+        return ForwardResult(logits=logits, captured=[values for _, values in answers])
+
+    def capture(
+        self, names: Sequence[str], token_ids: Sequence[int], images: Sequence[PlacedImage] = ()
+    ) -> list[dict[str, np.ndarray]]:
+        """Named values of one whole prompt, by rank; see `forward`."""
+        return self.forward([token_ids], [images], capture=names).captured
+
+    def generate(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> list[int]:
+        """Tokens that follow a text prompt, alone in slot 0; for trying things out while no engine uses this handle."""
+        sampling = sampling or SamplingParams(max_tokens=16)
+        self.reset_slot(0, 0)
+        idle: list[StepInput] = [()] * (self.layout.dp - 1)
+        tokens: list[int] = []
+        new, start = tuple(token_ids), 0
+        while len(tokens) < sampling.max_tokens:
+            step = SequenceStep(slot=0, start=start, token_ids=new, sample=sampling, step_idx=len(tokens))
+            (token,) = self.step([(step,), *idle])[0]
+            start, new = start + len(new), (token.token_id,)
+            if token.token_id in sampling.stop_ids:
+                break
+            tokens.append(token.token_id)
+        return tokens
+
+    def stats(self) -> list[RankStats]:
+        """Memory and collectives of every rank, now."""
+        return cast(list[RankStats], self._request("stats"))
+
+    def ping(self) -> float:
+        """Seconds for one round to all ranks. Raises where one is dead or does not answer."""
+        began = time.perf_counter()
+        self._request("ping")
+        return time.perf_counter() - began
+
+    def log_text(self, rank: int) -> str:
+        """Everything a rank has printed. Raises DeploymentError for ranks that were started elsewhere."""
+        process = self._control.members[rank].process
+        if process is None:
+            raise DeploymentError(f"the log of rank {rank} is where torchrun was started")
+        return process.log_path.read_text(errors="replace")
+
+    def close(self) -> None:
+        """End all ranks. Safe to call more than once."""
+        self._finalizer()
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if not self._finalizer.alive else "broken" if self._control.broken else "running"
+        return f"<Deployment {self.layout} of {self.world_size} ranks, {state}>"
+
+    def _samplers(self) -> list[int]:
+        last = self.layout.pp - 1
+        return [self.layout.rank_at(pp=last, dp=dp, tp=0) for dp in range(self.layout.dp)]
+
+    def _request(self, name: str, args: Mapping[str, object] | None = None) -> list[object]:
+        return self._control.request(name, args or {}, timeout_s=self.timeouts.command_s)
+
+
+def _gather(
+    entries: SimpleQueue[Connection], world_size: int, timeout_s: float, ranks: Sequence[RankProcess]
+) -> list[Member]:
+    """The ranks as they report. Raises WorkerDiedError for one that ends first, DeploymentError after `timeout_s`."""
+    members: dict[int, Member] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(members) < world_size:
+            for rank in ranks:
+                if (how := rank.exit_text()) is not None:
+                    raise WorkerDiedError(f"rank {rank.rank} ended before it reported: {how}\n{rank.describe()}")
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(world_size)) - set(members))
+                details = "".join(f"\n{rank.describe()}" for rank in ranks if rank.rank in missing)
+                raise DeploymentError(f"ranks {missing} did not report within {timeout_s:g} s{details}")
+            try:
+                connection = entries.get(timeout=0.1)
+            except Empty:
+                continue
+            hello = _hello(connection)
+            if hello.world_size != world_size or not 0 <= hello.rank < world_size or hello.rank in members:
+                raise DeploymentError(
+                    f"a process reported as rank {hello.rank} of {hello.world_size}",
+                    expected=f"each rank of {world_size} once",
+                )
+            process = next((rank for rank in ranks if rank.rank == hello.rank), None)
+            members[hello.rank] = Member(hello, connection, process)
+    except BaseException:
+        for member in members.values():
+            member.connection.close()
+        raise
+    return list(members.values())
+
+
+def _hello(connection: Connection) -> Hello:
+    hello: object = connection.recv() if connection.poll(HELLO_WAIT_S) else None
+    if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+        raise DeploymentError(
+            "a process with the right key did not report as a rank of this version", found=type(hello).__name__
+        )
+    return hello
+
+
+def _end(control: Control, folder: Path | None) -> None:
+    """End the ranks and remove their folder; must not refer to the handle, or it would never be collected."""
+    control.close()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

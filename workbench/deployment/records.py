@@ -1,0 +1,65 @@
+"""What ranks report to the handle: plain data that needs no torch to be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.serving.steps import RunnerInfo
+from workbench.spec import ModelSpec
+
+__all__ = ["ForwardResult", "LoadProgress", "LoadReport", "RankStats"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadProgress:
+    """How far one rank's loading is; `tensor` is the one in hand."""
+
+    rank: int
+    bytes_read: int
+    bytes_total: int
+    seconds: float
+    tensor: str = ""
+
+    @property
+    def fraction(self) -> float:
+        return self.bytes_read / self.bytes_total if self.bytes_total else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """What a rank has after loading: `ledger` is the summary of its ledger, `stats` what loading cost."""
+
+    rank: int
+    place: str
+    info: RunnerInfo
+    spec: ModelSpec
+    ledger: dict[str, object]
+    stats: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStats:
+    """Where a rank runs and what it uses. `collectives` has (group, operation) -> (count, bytes this rank put in)."""
+
+    rank: int
+    place: str
+    host: str
+    pid: int
+    device: str
+    resident_bytes: int
+    peak_resident_bytes: int
+    device_bytes: int | None  # allocated on the accelerator; None on cpu
+    cache_bytes: int
+    num_images: int  # whose features are held
+    collectives: dict[tuple[str, str], tuple[int, int]]
+    last_collective: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class ForwardResult:
+    """Logits (tokens, V) float32 of every sequence, and by rank what was captured there, by name."""
+
+    logits: list[np.ndarray]
+    captured: list[dict[str, np.ndarray]]

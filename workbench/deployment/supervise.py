@@ -1,0 +1,145 @@
+"""Worker processes on this machine: started, watched, described when dead, and ended for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import workbench
+from workbench.deployment.slate import read_slate
+
+__all__ = ["RankProcess", "exit_text", "kill_ranks", "start_ranks"]
+
+WORKER = "workbench.deployment.worker"
+TAIL_LINES = 15
+TAIL_BYTES = 4096
+
+
+@dataclass(eq=False, slots=True)
+class RankProcess:
+    """One rank started here, with its log and its last words."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    slate_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def exit_text(self, wait_s: float = 0.0) -> str | None:
+        """How it ended ("SIGKILL (signal 9)", "exit code 3"), None while it runs."""
+        try:
+            return exit_text(self.process.wait(wait_s) if wait_s else self.process.poll())
+        except subprocess.TimeoutExpired:
+            return None
+
+    def state(self) -> str:
+        """What the system says of the running process: "running", "sleeping", "stopped", ..."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return "unknown"
+        names = {
+            "R": "running",
+            "S": "sleeping",
+            "D": "waiting for a device",
+            "T": "stopped",
+            "t": "stopped",
+            "Z": "dead",
+        }
+        return names.get(fields[0], fields[0])
+
+    def describe(self) -> str:
+        """Last operation, last collective and last log lines."""
+        words = read_slate(self.slate_path)
+        lines = [f"last operation: {words.operation or 'none'}"]
+        lines.append(f"last collective entered: {words.collective or 'none'}")
+        tail = log_tail(self.log_path)
+        lines.append(f"last lines of its log:\n{tail}" if tail else "its log is empty")
+        return "\n".join(lines)
+
+
+def start_ranks(
+    world_size: int, address: str, authkey: bytes, folder: Path, *, threads: int, env: Mapping[str, str] | None = None
+) -> list[RankProcess]:
+    """Start `world_size` workers that report to the socket `address`; logs and last words go to `folder`.
+
+    Each is the leader of its own session: an interrupt of a notebook kernel or a terminal does not reach it, and it can
+    be ended together with whatever it started. The key goes through a pipe.
+    """
+    root = str(Path(workbench.__file__).parents[1])
+    common = {
+        # The workers find this very package, and nothing a notebook has set for itself.
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "WORLD_SIZE": str(world_size),
+        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+    }
+    ranks: list[RankProcess] = []
+    try:
+        for rank in range(world_size):
+            log_path, slate_path = folder / f"rank{rank}.log", folder / f"rank{rank}.slate"
+            with log_path.open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", WORKER, "--controller", address, "--folder", str(folder)],
+                    env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            ranks.append(RankProcess(rank, process, log_path, slate_path))
+            assert process.stdin is not None
+            process.stdin.write(authkey.hex().encode() + b"\n")
+            process.stdin.close()
+    except BaseException:
+        kill_ranks(ranks)
+        raise
+    return ranks
+
+
+def kill_ranks(ranks: list[RankProcess], *, wait_s: float = 5.0) -> None:
+    """End whatever still runs, with everything it started; stopped processes included."""
+    for rank in ranks:
+        if rank.process.poll() is not None:
+            continue  # reaped: its number may belong to somebody else by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        # One that is still there sits in an uninterruptible wait for a device; the kernel ends it when that returns.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(wait_s)
+
+
+def exit_text(returncode: int | None) -> str | None:
+    """A return code in words, None for a process that runs."""
+    if returncode is None:
+        return None
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"{signal.Signals(-returncode).name} (signal {-returncode})"
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a log, indented; "" where there are none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])

@@ -1,0 +1,257 @@
+"""The ledger of a load: what the model holds, which bytes filled it, and whether every row was written exactly once.
+
+It is opened from the model, not from the plan, so a parameter that the plan forgot shows up as missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from workbench.base import LoadError
+from workbench.nn.linear import MatrixStore
+
+__all__ = ["Ledger", "LedgerEntry", "SourceRef"]
+
+BLOCK = 1 << 18  # elements looked at together by a content check; its float copy stays in the processor's cache
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRef:
+    """A stored tensor and the bytes of it that this rank read."""
+
+    name: str
+    file: str
+    offset: int  # of the first byte read
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class LedgerEntry:
+    """One tensor of the model, or one slot of a stacked one, and how it was filled.
+
+    `norm` is the Euclidean norm of what was written (codes count as numbers; for rows that were encoded here, of the
+    plain values before). Squares of norms add up over row and column slices, so shards can be held against the whole.
+    """
+
+    name: str  # of the parameter or buffer in the model
+    slot: int | None  # row of a stacked parameter, None otherwise
+    num_rows: int
+    num_columns: int
+    sources: tuple[SourceRef, ...] = ()
+    transform: str = ""
+    written: list[tuple[int, int]] = field(default_factory=list)  # row ranges [first, last)
+    norm: float | None = None
+    zero_rows: int | None = None
+    _sums: Tensor | None = field(default=None, repr=False)  # sum of squares, rows that are all zero
+    _scale_peak: Tensor | None = field(default=None, repr=False)  # largest stored scale byte
+
+    @property
+    def label(self) -> str:
+        return self.name if self.slot is None else f"{self.name}[{self.slot}]"
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.num_rows > 1 and self.num_columns > 1
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(source.num_bytes for source in self.sources)
+
+    def missing_rows(self) -> list[tuple[int, int]]:
+        edges = [(0, 0), *sorted(self.written), (self.num_rows, self.num_rows)]
+        return [(a[1], b[0]) for a, b in pairwise(edges) if b[0] > a[1]]
+
+
+class Ledger:
+    """Entries of one rank. `record` while loading, `close` at the end, then read `entries`, `warnings`, `summary()`."""
+
+    def __init__(self, model: nn.Module, *, rank: int = 0, check: bool = True) -> None:
+        self.rank, self.check = rank, check
+        self.warnings: list[str] = []
+        self._entries = {(entry.name, entry.slot): entry for entry in _entries_of(model)}
+
+    @property
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        return tuple(self._entries.values())
+
+    def entry(self, name: str, slot: int | None = None) -> LedgerEntry:
+        """Raises KeyError for a name the model does not have."""
+        return self._entries[name, slot]
+
+    def record(
+        self,
+        name: str,
+        slot: int | None,
+        rows: tuple[int, int],
+        *,
+        sources: tuple[SourceRef, ...] = (),
+        transform: str = "",
+    ) -> None:
+        """Rows [first, last) are about to be written. Raises LoadError where the model has no such rows, or where one
+        of them has been written before."""
+        entry = self._entries.get((name, slot))
+        if entry is None or not 0 <= rows[0] < rows[1] <= entry.num_rows:
+            label = name if slot is None else f"{name}[{slot}]"
+            raise LoadError(f"left over: rows {rows} of {label} have no place in the model", where=f"rank {self.rank}")
+        for first, last in entry.written:
+            if first < rows[1] and rows[0] < last:
+                names = ", ".join(source.name for source in sources)
+                raise LoadError(
+                    f"written twice: rows {max(first, rows[0])}..{min(last, rows[1])} of {entry.label}, "
+                    f"now from {names}",
+                    where=f"rank {self.rank}",
+                )
+        if entry.written and entry.written[-1][1] == rows[0]:
+            entry.written[-1] = (entry.written[-1][0], rows[1])
+        else:
+            entry.written.append(rows)
+        entry.sources = tuple(dict.fromkeys([*entry.sources, *sources]))
+        entry.transform = transform
+
+    @torch.no_grad()
+    def observe(self, name: str, slot: int | None, values: Tensor) -> None:
+        """Add rows that were written to the content check."""
+        if self.check:
+            entry = self._entries[name, slot]
+            sums = _sums(values)
+            entry._sums = sums if entry._sums is None else entry._sums + sums
+
+    @torch.no_grad()
+    def observe_scale(self, name: str, slot: int | None, scale: Tensor) -> None:
+        """Add rows of the stored scale that go with a tensor."""
+        if self.check and scale.numel():
+            entry, peak = self._entries[name, slot], scale.amax()
+            entry._scale_peak = peak if entry._scale_peak is None else torch.maximum(entry._scale_peak, peak)
+
+    def close(self, planned: Iterator[str] | None = None) -> None:
+        """Check that every row was written and, with `check`, that contents are plausible; nothing is recorded later.
+
+        `planned` names the stored tensors that were to be read. Raises LoadError naming what is missing, left over, or
+        has a scale or matrix of zeros or values that are not finite. A vector of zeros and a matrix with rows of zeros
+        are warnings: a correction bias may be zero, and rows of unused tokens may be.
+        """
+        problems: list[str] = []
+        used: set[str] = set()
+        for entry in self._entries.values():
+            used.update(source.name for source in entry.sources)
+            gaps = entry.missing_rows()
+            if gaps:
+                problems.append(f"missing: {entry.label} rows {', '.join(f'{a}..{b}' for a, b in gaps[:3])}")
+        problems += [f"left over: {name} was planned and filled nothing" for name in planned or () if name not in used]
+        problems += self._check_contents()
+        if problems:
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            raise LoadError(
+                f"{len(problems)} problems: " + "; ".join(problems[:SHOWN]) + more,
+                where=f"rank {self.rank}",
+                next_step="Run `workbench audit` on the folder",
+            )
+
+    def _check_contents(self) -> Iterator[str]:
+        observed = [entry for entry in self._entries.values() if entry._sums is not None]
+        if not observed:
+            return
+        sums = torch.stack([entry._sums for entry in observed if entry._sums is not None]).cpu().tolist()
+        for entry, (square, zero_rows) in zip(observed, sums, strict=True):
+            entry.norm, entry.zero_rows = math.sqrt(max(square, 0.0)) if square == square else square, int(zero_rows)
+            is_scale = entry.name.endswith(".weight_scale")
+            names = ", ".join(source.name for source in entry.sources)
+            if not math.isfinite(square):
+                yield f"not finite: {entry.label} (from {names})"
+            elif entry._scale_peak is not None and not int(entry._scale_peak):
+                yield f"all zero: the scale of {entry.label} (from {names})"
+            elif square == 0.0 and (entry.is_matrix or is_scale):
+                yield f"all zero: {entry.label} (from {names})"
+            elif square == 0.0:
+                self.warnings.append(f"{entry.label} is all zero (from {names})")
+            elif entry.is_matrix and zero_rows:
+                self.warnings.append(f"{entry.label} has {int(zero_rows)} of {entry.num_rows} rows all zero")
+
+    def summary(self) -> dict[str, object]:
+        """Counts and bytes by transform, and the warnings; JSON-ready."""
+        by_transform: dict[str, dict[str, int]] = {}
+        for entry in self._entries.values():
+            row = by_transform.setdefault(entry.transform, {"tensors": 0, "bytes": 0})
+            row["tensors"] += 1
+            row["bytes"] += entry.num_bytes
+        return {
+            "rank": self.rank,
+            "entries": len(self._entries),
+            "rows": sum(entry.num_rows for entry in self._entries.values()),
+            "rows_written": sum(b - a for entry in self._entries.values() for a, b in entry.written),
+            "bytes": sum(entry.num_bytes for entry in self._entries.values()),
+            "files": len({source.file for entry in self._entries.values() for source in entry.sources}),
+            "transforms": by_transform,
+            "checked": self.check,
+            "warnings": list(self.warnings),
+        }
+
+    def render(self, limit: int | None = 40) -> str:
+        """A table of entries, the first `limit` of them."""
+        lines = [f"{'parameter':<52}{'rows':>8}{'bytes':>14}{'norm':>12}  transform"]
+        shown = list(self._entries.values())[:limit]
+        for entry in shown:
+            norm = "-" if entry.norm is None else f"{entry.norm:.5g}"
+            lines.append(f"{entry.label:<52}{entry.num_rows:>8}{entry.num_bytes:>14,}{norm:>12}  {entry.transform}")
+        if len(shown) < len(self._entries):
+            lines.append(f"... and {len(self._entries) - len(shown)} more")
+        counts = Counter(entry.transform for entry in self._entries.values())
+        lines.append("; ".join(f"{number} x {name}" for name, number in counts.most_common()))
+        lines += [f"warning: {text}" for text in self.warnings]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Every entry as JSON."""
+        entries = [
+            {
+                "name": entry.name,
+                "slot": entry.slot,
+                "rows": entry.num_rows,
+                "columns": entry.num_columns,
+                "written": entry.written,
+                "transform": entry.transform,
+                "norm": entry.norm,
+                "zero_rows": entry.zero_rows,
+                "sources": [
+                    {"name": s.name, "file": s.file, "offset": s.offset, "bytes": s.num_bytes} for s in entry.sources
+                ],
+            }
+            for entry in self._entries.values()
+        ]
+        return json.dumps({**self.summary(), "parameters": entries})
+
+
+def _entries_of(model: nn.Module) -> Iterator[LedgerEntry]:
+    stacks = {
+        prefix: module.logical_shape[0]
+        for prefix, module in model.named_modules()
+        if isinstance(module, MatrixStore) and len(module.logical_shape) == 3
+    }
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        slots = stacks.get(name.rpartition(".")[0])
+        shape = tuple(tensor.shape) if slots is None else tuple(tensor.shape[1:])
+        columns = math.prod(shape[1:])
+        if slots is None:
+            yield LedgerEntry(name, None, shape[0], columns)
+        else:
+            yield from (LedgerEntry(name, slot, shape[0], columns) for slot in range(slots))
+
+
+def _sums(values: Tensor) -> Tensor:
+    """[sum of squares, number of all-zero rows] in float32; a vector is one row."""
+    rows = values.flatten(1) if values.dim() > 1 else values.unsqueeze(0)
+    total = torch.zeros(2, dtype=torch.float32, device=values.device)
+    per_block = max(1, BLOCK // max(1, rows.shape[1]))
+    for block in rows.split(per_block):
+        squares = block.to(torch.float32).square().sum(1)
+        total += torch.stack([squares.sum(), (squares == 0).sum()])
+    return total

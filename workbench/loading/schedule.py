@@ -1,0 +1,141 @@
+"""A plan cut into batches that fit the staging window, and the reads that fill it.
+
+    window = 2 staging slots (one is read into while the other is consumed) + scratch for read-through + temporaries
+
+Chunks of one batch lie in the slot in file order, so that neighbours in the file are read in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from workbench.base import LoadError
+from workbench.loading.plan import Assignment, Extent, LoadPlan
+
+__all__ = ["Batch", "Chunk", "Read", "Window", "schedule"]
+
+ALIGN = 64  # bytes; tensors that are aligned in the file are aligned in the slot
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How the staging window is divided, in bytes."""
+
+    slot: int
+    scratch: int
+    temporary: int
+
+    @classmethod
+    def of(cls, window_bytes: int) -> Window:
+        """5/16 for each of the two slots and for temporaries, 1/16 for scratch. Raises LoadError below 64 KiB."""
+        if window_bytes < 1 << 16:
+            raise LoadError(f"staging window of {window_bytes} bytes", expected="at least 65536")
+        part = window_bytes // 16
+        return cls(slot=5 * part, scratch=part, temporary=5 * part)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Local rows [first, last) of one assignment; `staged` says where in the slot each part's bytes begin.
+
+    `is_padding`: the bytes are stored rows beyond those in use, and only checked.
+    """
+
+    assignment: Assignment
+    first: int
+    last: int
+    extents: dict[str, Extent]
+    staged: dict[str, int] = field(default_factory=dict)
+    is_padding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One extent and its place in the slot; for segments apart, they are packed there without gaps."""
+
+    extent: Extent
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    reads: tuple[Read, ...]
+    chunks: tuple[Chunk, ...]
+    used_bytes: int
+
+
+def schedule(plan: LoadPlan, window: Window) -> Iterator[Batch]:
+    """Batches in file order. Raises LoadError where a single row does not fit the window."""
+    chunks: list[Chunk] = []
+    cost = 0
+    for chunk in _chunks(plan, window):
+        more = sum(extent.num_bytes + 2 * ALIGN for extent in chunk.extents.values())
+        if chunks and cost + more > window.slot:
+            yield _batch(chunks)
+            chunks, cost = [], 0
+        chunks.append(chunk)
+        cost += more
+    if chunks:
+        yield _batch(chunks)
+
+
+def _chunks(plan: LoadPlan, window: Window) -> Iterator[Chunk]:
+    for x in plan.assignments:
+        sources = x.sources
+        edges = [0, *accumulate(b - a for a, b in next(iter(sources.values())).row_ranges)]
+        step = _rows_that_fit(x, window)
+        for low, high in pairwise(edges):
+            # A chunk never crosses a cut of the stored rows, so each part of it is one extent.
+            for first in range(low, high, step):
+                last = min(first + step, high)
+                extents = {part: next(source.extents(first, last)) for part, source in sources.items()}
+                yield Chunk(x, first, last, extents)
+        for extent in x.padding:
+            yield Chunk(x, 0, 0, {"weight": extent}, is_padding=True)
+
+
+def _rows_that_fit(x: Assignment, window: Window) -> int:
+    staged = window.slot - 2 * ALIGN * len(x.sources)
+    rows = staged // x.source_row_bytes
+    per_row = x.transform.temporary_bytes * x.num_columns
+    if per_row:
+        rows = min(rows, window.temporary // per_row)
+    if rows < 1:
+        raise LoadError(
+            f"{x.param}: one row ({x.source_row_bytes} bytes, {per_row} more to transform it) does not fit the window",
+            found=f"slots of {window.slot} bytes and {window.temporary} for temporaries",
+            next_step="Raise window_bytes",
+        )
+    return min(rows, x.num_rows)
+
+
+def _batch(chunks: list[Chunk]) -> Batch:
+    wanted = sorted(
+        ((extent, chunk, part) for chunk in chunks for part, extent in chunk.extents.items()),
+        key=lambda item: (item[0].file, item[0].offset),
+    )
+    reads: list[Read] = []
+    end = 0  # of what is placed in the slot so far
+    for extent, chunk, part in wanted:
+        before = reads[-1].extent if reads else None
+        if (
+            before is not None
+            and before.count == extent.count == 1
+            and (before.file, before.end)
+            == (
+                extent.file,
+                extent.offset,
+            )
+        ):
+            chunk.staged[part] = end
+            joined = before.length + extent.length
+            reads[-1] = Read(Extent(extent.file, before.offset, joined, joined, 1), reads[-1].at)
+        else:
+            at = -(-end // ALIGN) * ALIGN + (extent.offset % ALIGN if extent.count == 1 else 0)
+            chunk.staged[part] = at
+            reads.append(Read(extent, at))
+            end = at
+        end += extent.num_bytes
+    return Batch(tuple(reads), tuple(chunks), end)

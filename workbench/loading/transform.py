@@ -1,0 +1,106 @@
+"""What happens to a tensor between the file and the model: copied, cast, expanded, encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from workbench.nn.quant import SCHEMES, Scheme
+
+__all__ = ["DTYPES", "Transform", "choose_transform"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+STORED_SCHEME = {frozenset(["weight_packed", "weight_scale"]): "mxfp4"}  # parts in the file -> their scheme
+
+# Temporary bytes per weight, at most, while rows are expanded (codes as indices, then values before and after scaling)
+# and while they are encoded (groups, magnitudes, scaled values, 64-bit bucket numbers of MXFP4).
+EXPAND_BYTES, ENCODE_BYTES = 14, 36
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """`name` as the ledger shows it. `targets` are the model's tensors that are written, by the part they receive.
+
+    decode: scheme of the stored parts that is expanded, None where the stored form is used as it is.
+    encode: scheme that the result is stored in, None where it is stored as it is (and cast to the target's dtype).
+    """
+
+    name: str
+    targets: dict[str, str]  # name of the tensor in the model -> part
+    decode: Scheme | None = None
+    encode: Scheme | None = None
+    dtype: torch.dtype = torch.float32  # what `decode` yields
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Host bytes per weight beyond the staged bytes and the target."""
+        return (EXPAND_BYTES if self.decode else 0) + (ENCODE_BYTES if self.encode else 0)
+
+    def trimmed(self) -> Transform:
+        return replace(self, name=f"{self.name}, zero padding trimmed")
+
+    def apply(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Rows of the stored parts -> rows of each target by its name, and the plain values where they were formed."""
+        values = None
+        if self.decode is not None:
+            values = self.decode.decode(parts, self.dtype)
+            parts = {"weight": values}
+        if self.encode is not None:
+            values = parts["weight"]
+            parts = self.encode.encode(values)
+        return {target: parts[part] for target, part in self.targets.items()}, values
+
+
+def choose_transform(
+    stored: Mapping[str, torch.dtype], scheme: Scheme | None, prefix: str, own: Mapping[str, Tensor]
+) -> Transform | None:
+    """How `stored` parts (with their dtypes) become the tensors `own` of the module at `prefix`, held in `scheme`.
+
+    None where there is no way.
+
+        stored \\ held     dense           same scheme    another scheme
+        plain             copy or cast    -              encode
+        mxfp4             expand          copy           expand and encode
+    """
+    if stored.keys() == {"weight"}:
+        if scheme is not None:
+            return Transform(f"encode {scheme.name}", _targets(prefix, own), encode=scheme)
+        ((leaf, target),) = own.items()
+        is_same = stored["weight"] == target.dtype
+        name = "copy" if is_same else f"cast {_short(stored['weight'])} to {_short(target.dtype)}"
+        return Transform(name, {f"{prefix}.{leaf}": "weight"})
+    stored_scheme = STORED_SCHEME.get(frozenset(stored))
+    if stored_scheme is None:
+        return None
+    if scheme is None:
+        ((leaf, target),) = own.items()
+        name = f"expand {stored_scheme} to {_short(target.dtype)}"
+        return Transform(name, {f"{prefix}.{leaf}": "weight"}, decode=SCHEMES[stored_scheme], dtype=target.dtype)
+    if scheme.name == stored_scheme:
+        return Transform("copy", _targets(prefix, own))
+    name = f"expand {stored_scheme}, encode {scheme.name}"
+    return Transform(name, _targets(prefix, own), decode=SCHEMES[stored_scheme], encode=scheme)
+
+
+def _targets(prefix: str, own: Mapping[str, Tensor]) -> dict[str, str]:
+    return {f"{prefix}.{name}": name for name in own}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,118 @@
+"""What a sequence leaves behind for its next token, one slot per sequence.
+
+KDA keeps a state of fixed size and the last inputs of its convolutions; MLA keeps one latent row per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from workbench.base import RequestError
+from workbench.nn.batch import TokenBatch
+from workbench.spec import KDASpec, MLASpec, ModelSpec
+
+__all__ = ["Cache", "StateCache"]
+
+
+class Cache(Protocol):
+    """What the mixers ask of a cache. `slots` are (S,) int64; a sequence that `is_fresh` starts from zeros."""
+
+    def check(self, batch: TokenBatch) -> None:
+        """Raises RequestError where the batch does not fit."""
+        ...
+
+    def read_kda(self, layer_idx: int, slots: Tensor, is_fresh: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolution inputs (S, 3, C, K-1), oldest first, and state (S, H, Dv, Dk) fp32."""
+        ...
+
+    def write_kda(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None: ...
+
+    def append_latent(self, layer_idx: int, slots: Tensor, positions: Tensor, latent: Tensor) -> None:
+        """Store rows (T, latent | shared key) at (slot, position), both (T,)."""
+        ...
+
+    def latents(self, layer_idx: int, slots: Tensor, num_tokens: int) -> Tensor:
+        """The first rows of every slot (S, num_tokens, latent | shared key); beyond a sequence's end, anything."""
+        ...
+
+    def latent_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
+        """The first rows of one slot (num_tokens, latent | shared key)."""
+        ...
+
+
+class StateCache:
+    """Contiguous slots for the layers of one stage, as one rank of `tp_size` holds them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: Iterable[int],
+        *,
+        num_slots: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        tp_size: int = 1,
+    ):
+        self.num_slots, self.max_tokens = num_slots, max_tokens
+        self.conv: dict[int, Tensor] = {}  # layer -> (slots, 3 of q k v, C, K-1), inputs before the convolution
+        self.state: dict[int, Tensor] = {}  # layer -> (slots, H, Dv, Dk) fp32
+        self.latent: dict[int, Tensor] = {}  # layer -> (slots, max_tokens, latent | shared key)
+        for layer_idx in layers:
+            mixer = spec.layers[layer_idx].mixer
+            if isinstance(mixer, MLASpec):
+                shape = (num_slots, max_tokens, mixer.cache_dim)
+                self.latent[layer_idx] = torch.zeros(shape, dtype=dtype, device=device)
+                continue
+            assert isinstance(mixer, KDASpec)
+            heads, dim = mixer.num_heads // tp_size, mixer.head_dim
+            conv_shape = (num_slots, 3, heads * dim, mixer.conv_size - 1)
+            state_dtype = torch.promote_types(dtype, torch.float32)
+            self.conv[layer_idx] = torch.zeros(conv_shape, dtype=dtype, device=device)
+            self.state[layer_idx] = torch.zeros((num_slots, heads, dim, dim), dtype=state_dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for table in (self.conv, self.state, self.latent) for x in table.values())
+
+    def reset(self, slot: int) -> None:
+        """Forget what a slot holds, so that nothing of one sequence can reach the next."""
+        for table in (self.conv, self.state, self.latent):
+            for values in table.values():
+                values[slot].zero_()
+
+    def check(self, batch: TokenBatch) -> None:
+        for slot, start, length in zip(batch.slots, batch.starts, batch.lengths, strict=True):
+            if not 0 <= slot < self.num_slots:
+                raise RequestError(f"no cache slot {slot}", expected=f"0..{self.num_slots - 1}")
+            if start + length > self.max_tokens:
+                raise RequestError(
+                    f"sequence in slot {slot} grows to {start + length} tokens",
+                    expected=f"at most {self.max_tokens}",
+                    next_step="Start with a larger max_tokens, or end the sequence",
+                )
+
+    def read_kda(self, layer_idx: int, slots: Tensor, is_fresh: Tensor) -> tuple[Tensor, Tensor]:
+        # masked_fill, not a product: whatever an ended sequence left behind (even NaN) must not reach a fresh one.
+        fresh = is_fresh[:, None, None, None]
+        return (
+            self.conv[layer_idx][slots].masked_fill(fresh, 0),
+            self.state[layer_idx][slots].masked_fill(fresh, 0),
+        )
+
+    def write_kda(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None:
+        self.conv[layer_idx].index_copy_(0, slots, conv)
+        self.state[layer_idx].index_copy_(0, slots, state)
+
+    def append_latent(self, layer_idx: int, slots: Tensor, positions: Tensor, latent: Tensor) -> None:
+        self.latent[layer_idx][slots, positions] = latent
+
+    def latents(self, layer_idx: int, slots: Tensor, num_tokens: int) -> Tensor:
+        return self.latent[layer_idx][slots, :num_tokens]
+
+    def latent_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
+        return self.latent[layer_idx][slot, :num_tokens]

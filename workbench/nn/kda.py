@@ -1,0 +1,112 @@
+"""Kimi Delta Attention: short convolutions, a decay per head and key channel, the delta rule, a gated norm.
+
+T tokens, S sequences, H heads held here, D head width, C = H * D, K taps.
+
+    q, k, v = SiLU(conv(W x))                 q, k scaled to unit length per head, q also by D^-1/2
+    g       = bound * sigmoid(exp(A_log) * (f_b f_a x + dt_bias))             log decay in (bound, 0)
+    beta    = sigmoid(b x)
+    y       = W_o (norm(delta_rule(q, k, v, g, beta)) * sigmoid(W_g x))
+
+Source: Kimi Linear, arXiv 2510.26692; the bounded decay is that of the published Kimi K3 code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workbench.nn.batch import Segments
+from workbench.nn.cache import Cache
+from workbench.nn.delta_rule import delta_rule
+from workbench.nn.linear import Linear
+from workbench.nn.norm import GatedRMSNorm
+from workbench.nn.precision import Precision, as_float
+from workbench.nn.tensor_parallel import LOCAL, TensorParallel
+from workbench.spec import KDASpec
+
+__all__ = ["KDA", "ShortConv"]
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution and SiLU, in float32; the newest tap is the last one."""
+
+    def __init__(self, width: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, 1, size, dtype=torch.float32))
+
+    def forward(self, rows: Tensor, windows: Tensor) -> Tensor:
+        """(R, C) inputs and the rows (T, K) under each token's window -> (T, C)."""
+        taps = self.weight[:, 0].unbind(-1)
+        y = as_float(rows[windows[:, 0]]) * taps[0]
+        for i in range(1, len(taps)):
+            y = torch.addcmul(y, as_float(rows[windows[:, i]]), taps[i])
+        return F.silu(y).to(rows.dtype)
+
+
+class KDA(nn.Module):
+    """(T, D_model) -> (T, D_model). Head count and widths follow from the weights held here."""
+
+    def __init__(self, spec: KDASpec, dim: int, layer_idx: int, precision: Precision):
+        super().__init__()
+        self.spec, self.layer_idx = spec, layer_idx
+        width, scheme, dtype = spec.width, precision.projection_scheme, precision.dtype
+        self.q_proj = Linear(width, dim, scheme=scheme, dtype=dtype)
+        self.k_proj = Linear(width, dim, scheme=scheme, dtype=dtype)
+        self.v_proj = Linear(width, dim, scheme=scheme, dtype=dtype)
+        self.q_conv = ShortConv(width, spec.conv_size)
+        self.k_conv = ShortConv(width, spec.conv_size)
+        self.v_conv = ShortConv(width, spec.conv_size)
+        self.f_a_proj = Linear(spec.decay_rank, dim, dtype=dtype)
+        self.f_b_proj = Linear(width, spec.decay_rank, dtype=dtype)
+        self.b_proj = Linear(spec.num_heads, dim, dtype=dtype)
+        self.A_log = nn.Parameter(torch.empty(spec.num_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(width, dtype=torch.float32))
+        self.g_proj = Linear(width, dim, scheme=scheme, dtype=dtype)
+        self.o_norm = GatedRMSNorm(spec.head_dim, spec.norm_eps)
+        self.o_proj = Linear(dim, width, scheme=scheme, dtype=dtype)
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, x: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
+        low_rank = self.f_a_proj(x)  # every rank holds f_a whole: it is outside the split region
+        x = self.tp.enter(x)
+        before, state = self._read(x, segments, cache)
+        windows, tails = segments.windows(self.spec.conv_size)
+        inputs = [_prepend(proj(x), before[:, i]) for i, proj in enumerate((self.q_proj, self.k_proj, self.v_proj))]
+        convs = (self.q_conv, self.k_conv, self.v_conv)
+        q, k, v = (as_float(self._heads(conv(rows, windows))) for conv, rows in zip(convs, inputs, strict=True))
+        q, k = self._unit(q) * self.spec.head_dim**-0.5, self._unit(k)
+        g = self._log_decay(self.f_b_proj(self.tp.enter(low_rank)))
+        beta = torch.sigmoid(as_float(self.b_proj(x)))
+        output, state = delta_rule(q, k, v, g, beta, state, segments)
+        if cache is not None:
+            after = torch.stack([rows[tails].mT for rows in inputs], 1)
+            cache.write_kda(self.layer_idx, segments.slot_index, after, state)
+        gated = self.o_norm(output.to(x.dtype), self._heads(self.g_proj(x)))
+        return self.tp.reduce(self.o_proj(gated.flatten(-2)))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.spec.head_dim))
+
+    def _unit(self, x: Tensor) -> Tensor:
+        """Unit length; eps joins the SUM of squares (on the mean it would weigh D times as much)."""
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + self.spec.l2_eps)
+
+    def _log_decay(self, z: Tensor) -> Tensor:
+        """(T, C) -> (T, H, D) in (bound, 0); not a clamp: a sigmoid whose steepness exp(A_log) each head learns."""
+        z = self._heads(as_float(z) + self.dt_bias)
+        return self.spec.decay_bound * torch.sigmoid(self.A_log.exp()[:, None] * z)
+
+    def _read(self, x: Tensor, segments: Segments, cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """Inputs before the first new token (S, 3, C, K-1) and state (S, H, D, D): of the cache, or zeros."""
+        if cache is not None:
+            return cache.read_kda(self.layer_idx, segments.slot_index, segments.is_fresh)
+        num, heads, dim = segments.num_sequences, self.A_log.shape[0], self.spec.head_dim
+        return x.new_zeros((num, 3, heads * dim, self.spec.conv_size - 1)), as_float(x).new_zeros(
+            (num, heads, dim, dim)
+        )
+
+
+def _prepend(x: Tensor, before: Tensor) -> Tensor:
+    """(T, C) and (S, C, K-1) -> (S * (K-1) + T, C), the list that `Segments.windows` points into."""
+    return torch.cat([before.mT.flatten(0, 1), x])

@@ -1,0 +1,113 @@
+"""Matrices that are either dense or kept in a quantised scheme, with one way to fill them.
+
+A dense matrix is the parameter `weight`; a quantised one is the buffers that its scheme names (`weight_packed`,
+`weight_scale`) and is expanded when it is used. Rows are outputs, columns inputs; a stack of matrices has a leading E.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workbench.base import LoadError
+from workbench.nn.quant import Scheme
+
+__all__ = ["Linear", "MatrixStore", "StackedLinear"]
+
+ALL_ROWS = slice(None)
+
+
+class MatrixStore(nn.Module):
+    """Weights of logical shape (out, in) or (E, out, in), dense in `dtype` or in `scheme`; empty until written."""
+
+    def __init__(self, shape: tuple[int, ...], *, scheme: Scheme | None, dtype: torch.dtype):
+        super().__init__()
+        self.scheme = scheme
+        self.logical_shape = shape
+        if scheme is None:
+            self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+            return
+        for name, (part_shape, part_dtype) in scheme.buffers(shape).items():
+            self.register_buffer(name, torch.empty(part_shape, dtype=part_dtype))
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """What is stored: {"weight": ...} or the scheme's buffers."""
+        if self.scheme is None:
+            return {"weight": self.weight}
+        return {name: self.get_buffer(name) for name in self.scheme.buffers(self.logical_shape)}
+
+    def dense(self, dtype: torch.dtype, index: int | None = None) -> Tensor:
+        """The weights (of matrix `index` of a stack) as a dense tensor of `dtype`; dense weights are not copied."""
+        parts = self.parts if index is None else {name: part[index] for name, part in self.parts.items()}
+        return parts["weight"].to(dtype) if self.scheme is None else self.scheme.decode(parts, dtype)
+
+    def narrow_(self, shape: tuple[int, ...]) -> None:
+        """Become an empty matrix of another (local) shape, on the same device. For use before anything is written."""
+        if len(shape) != len(self.logical_shape):
+            raise LoadError(f"cannot narrow {self.logical_shape} to {shape}: the number of dimensions differs")
+        self.logical_shape = tuple(shape)
+        if self.scheme is None:
+            self.weight = nn.Parameter(torch.empty(shape, dtype=self.weight.dtype, device=self.weight.device))
+            return
+        for name, (part_shape, part_dtype) in self.scheme.buffers(self.logical_shape).items():
+            device = self.get_buffer(name).device
+            self.register_buffer(name, torch.empty(part_shape, dtype=part_dtype, device=device))
+
+    def write(self, values: Tensor, *, rows: slice = ALL_ROWS, index: int | None = None) -> None:
+        """Cast or encode whole rows of floats (n, in) and store them as `rows` (of matrix `index` of a stack)."""
+        if self.scheme is None:
+            self.write_parts({"weight": values}, rows=rows, index=index)
+        else:
+            device = next(iter(self.parts.values())).device
+            self.write_parts(self.scheme.encode(values.to(device)), rows=rows, index=index)
+
+    @torch.no_grad()
+    def write_parts(self, parts: Mapping[str, Tensor], *, rows: slice = ALL_ROWS, index: int | None = None) -> None:
+        """Store rows that already are in this matrix's own form. Raises LoadError unless every part fits exactly."""
+        own = self.parts
+        if set(parts) != set(own):
+            raise LoadError("parts do not belong to this storage", found=sorted(parts), expected=sorted(own))
+        if (index is None) != (len(self.logical_shape) == 2):
+            raise LoadError(f"a matrix of shape {self.logical_shape} is not written with index={index}")
+        for name, values in parts.items():
+            target = (own[name] if index is None else own[name][index])[rows]
+            if target.shape != values.shape:
+                raise LoadError(f"{name}: rows {rows}", found=tuple(values.shape), expected=tuple(target.shape))
+            target.copy_(values)
+
+    def extra_repr(self) -> str:
+        return f"{' x '.join(map(str, self.logical_shape))}, {self.scheme.name if self.scheme else 'dense'}"
+
+    @property
+    def num_params(self) -> int:
+        return math.prod(self.logical_shape)
+
+
+class Linear(MatrixStore):
+    """y = x W^T without bias: (..., in) -> (..., out), in the dtype of `x`."""
+
+    def __init__(self, out_dim: int, in_dim: int, *, scheme: Scheme | None = None, dtype: torch.dtype = torch.float32):
+        super().__init__((out_dim, in_dim), scheme=scheme, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dense(x.dtype))
+
+
+class StackedLinear(MatrixStore):
+    """E matrices of one shape; the caller picks one and multiplies by it."""
+
+    def __init__(
+        self,
+        num: int,
+        out_dim: int,
+        in_dim: int,
+        *,
+        scheme: Scheme | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__((num, out_dim, in_dim), scheme=scheme, dtype=dtype)

@@ -1,0 +1,127 @@
+"""Multi-head latent attention without positions (NoPE) and with an output gate.
+
+T tokens, H heads held here, R latent width, P width of the key part that all heads share, N key width of one head from
+the latent, V value width.
+
+    q        = W_qb norm(W_qa x)                     (H, N + P)
+    c | s    = W_kva x,  c <- norm(c)                (R | P), all that is cached; s is neither normed nor rotated
+    k_h, v_h = W_kvb c                               k = [k_h | s]
+    y        = W_o (softmax(q k^T (N + P)^-1/2) v * sigmoid(W_g x))
+
+Naive form: expand k and v of every token (prefill). Absorbed form: q_h^T W_k c = (W_k^T q_h)^T c, so all heads attend
+to the cached rows themselves (decode). Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workbench.base import UnsupportedModelError
+from workbench.nn.batch import Segments
+from workbench.nn.cache import Cache
+from workbench.nn.linear import Linear
+from workbench.nn.norm import RMSNorm
+from workbench.nn.precision import Precision, as_float
+from workbench.nn.tensor_parallel import LOCAL, TensorParallel
+from workbench.spec import MLASpec
+
+__all__ = ["MLA", "absorbed_attention", "naive_attention"]
+
+
+class MLA(nn.Module):
+    """(T, D_model) -> (T, D_model). The head count follows from the weights held here."""
+
+    def __init__(self, spec: MLASpec, dim: int, layer_idx: int, precision: Precision):
+        super().__init__()
+        if spec.has_rotary or not spec.has_output_gate:
+            raise UnsupportedModelError("only MLA without rotary positions and with an output gate is computed here")
+        self.spec, self.layer_idx = spec, layer_idx
+        scheme, dtype = precision.projection_scheme, precision.dtype
+        out_width = spec.num_heads * spec.v_dim
+        self.q_a_proj = Linear(spec.q_rank, dim, scheme=scheme, dtype=dtype)
+        self.q_a_norm = RMSNorm(spec.q_rank, spec.latent_norm_eps, dtype)
+        self.q_b_proj = Linear(spec.num_heads * spec.qk_dim, spec.q_rank, scheme=scheme, dtype=dtype)
+        self.kv_a_proj = Linear(spec.cache_dim, dim, scheme=scheme, dtype=dtype)
+        self.kv_a_norm = RMSNorm(spec.kv_rank, spec.latent_norm_eps, dtype)
+        self.kv_b_proj = Linear(spec.num_heads * (spec.nope_dim + spec.v_dim), spec.kv_rank, dtype=dtype)
+        self.g_proj = Linear(out_width, dim, scheme=scheme, dtype=dtype)
+        self.o_proj = Linear(dim, out_width, scheme=scheme, dtype=dtype)
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, x: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
+        # Latents are computed whole by every rank; the split region begins where heads do.
+        q_latent = self.q_a_norm(self.q_a_proj(x))
+        q = self.q_b_proj(self.tp.enter(q_latent)).unflatten(-1, (-1, self.spec.qk_dim))
+        c, shared_key = self.kv_a_proj(x).split([self.spec.kv_rank, self.spec.rope_dim], -1)
+        latent = self.tp.enter(torch.cat([self.kv_a_norm(c), shared_key], -1))
+        if cache is not None:
+            cache.append_latent(self.layer_idx, segments.token_slots, segments.positions, latent)
+        gate = torch.sigmoid(self.g_proj(self.tp.enter(x)))
+        attended = self._attend(q, latent, segments, cache)
+        return self.tp.reduce(self.o_proj(attended.flatten(-2) * gate))
+
+    def _attend(self, q: Tensor, latent: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
+        """(T, H, N + P), (T, R + P) -> (T, H, V), each sequence for itself."""
+        kv_b = self.kv_b_proj.dense(q.dtype)
+        if cache is None:
+            spans = [segments.rows_of(s) for s in range(segments.num_sequences)]
+            pieces = [naive_attention(q[span], latent[span], kv_b, self.spec) for span in spans]
+            return torch.cat([q.new_zeros(0, q.shape[1], self.spec.v_dim), *pieces])
+
+        lengths = [start + new for start, new in zip(segments.starts, segments.lengths, strict=True)]
+        decoded = self._decode(q, kv_b, segments, cache, lengths)
+        if segments.longest <= 1:
+            return decoded
+        pieces, singles = [], iter(decoded.split(1))
+        for s, length in enumerate(lengths):
+            if segments.lengths[s] == 1:
+                pieces.append(next(singles))
+            else:
+                context = cache.latent_view(self.layer_idx, segments.slots[s], length)
+                pieces.append(naive_attention(q[segments.rows_of(s)], context, kv_b, self.spec))
+        return torch.cat(pieces)
+
+    def _decode(self, q: Tensor, kv_b: Tensor, segments: Segments, cache: Cache, lengths: list[int]) -> Tensor:
+        """All sequences of one new token at once: -> (their number, H, V)."""
+        sequences, rows = segments.singles, segments.single_rows
+        visible = [length for s, length in enumerate(lengths) if segments.lengths[s] == 1]
+        context = cache.latents(self.layer_idx, segments.slot_index[sequences], max(visible, default=0))
+        return absorbed_attention(q[rows], context, segments.table(visible), kv_b, self.spec)
+
+
+def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec) -> Tensor:
+    """Causal attention of the last n of L tokens: (n, H, N + P), (L, R + P), kv_b (H * (N + V), R) -> (n, H, V)."""
+    num_new, num_all = q.shape[0], latent.shape[0]
+    c, shared_key = latent.split([spec.kv_rank, spec.rope_dim], -1)
+    keys, values = (
+        F.linear(c, kv_b).unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).split([spec.nope_dim, spec.v_dim], -1)
+    )
+    keys = torch.cat([keys, shared_key[:, None].expand(-1, keys.shape[1], -1)], -1)
+    # The fused attention kernels want values as wide as keys; columns of zeros change nothing and are cut off again.
+    values = F.pad(values, (0, max(0, spec.qk_dim - spec.v_dim)))
+    mask = None
+    if num_new < num_all:  # token i of the new ones stands at num_all - num_new + i
+        mask = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device).tril(num_all - num_new)
+    q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
+    attended = F.scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.qk_dim**-0.5
+    )
+    return attended[0].transpose(0, 1)[..., : spec.v_dim]
+
+
+def absorbed_attention(q: Tensor, latent: Tensor, lengths: Tensor, kv_b: Tensor, spec: MLASpec) -> Tensor:
+    """One new token of each of S sequences, attending to latents: (S, H, N + P), (S, L, R + P), (S,) -> (S, H, V).
+
+    Sequence s sees its first `lengths[s]` rows; what stands beyond them does not matter.
+    """
+    w_key, w_value = kv_b.view(-1, spec.nope_dim + spec.v_dim, spec.kv_rank).split([spec.nope_dim, spec.v_dim], 1)
+    q_head, q_shared = q.split([spec.nope_dim, spec.rope_dim], -1)
+    q_latent = torch.cat([torch.einsum("shn,hnr->shr", q_head, w_key), q_shared], -1)
+    is_beyond = torch.arange(latent.shape[1], device=q.device) >= lengths[:, None]  # (S, L)
+    latent = latent.masked_fill(is_beyond[..., None], 0)  # a weight of 0 would not stop a NaN
+    scores = (q_latent @ latent.mT) * spec.qk_dim**-0.5
+    weights = torch.softmax(as_float(scores).masked_fill(is_beyond[:, None], -torch.inf), -1).to(q.dtype)
+    mixed = weights @ latent[..., : spec.kv_rank]
+    return torch.einsum("shr,hvr->shv", mixed, w_value)

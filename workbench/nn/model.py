@@ -1,0 +1,161 @@
+"""The whole network, or one pipeline stage of it: embedding, decoder layers, head, and the way images come in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workbench.base import RequestError, UnsupportedModelError
+from workbench.nn.batch import Segments, TokenBatch
+from workbench.nn.cache import Cache
+from workbench.nn.ffn import GatedFFN
+from workbench.nn.kda import KDA
+from workbench.nn.linear import Linear
+from workbench.nn.mla import MLA
+from workbench.nn.moe import MoE
+from workbench.nn.norm import RMSNorm
+from workbench.nn.precision import Precision
+from workbench.nn.projector import Projector
+from workbench.nn.residual import ResidualMix, ResidualStream
+from workbench.nn.tensor_parallel import LOCAL, TensorParallel
+from workbench.nn.vision import Grid, VisionTower
+from workbench.spec import DenseFFNSpec, KDASpec, ModelSpec
+
+__all__ = ["DecoderLayer", "Embedding", "Head", "Model"]
+
+
+class Embedding(nn.Module):
+    """Token embedding, its vocabulary split over tensor-parallel ranks: rank r holds the r-th equal run of rows."""
+
+    def __init__(self, vocab_size: int, dim: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """(T,) -> (T, D); a token that another rank holds contributes zeros here."""
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        num_rows = self.weight.shape[0]
+        local = token_ids - self.tp.rank * num_rows
+        is_elsewhere = (local < 0) | (local >= num_rows)
+        rows = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
+        return self.tp.reduce(rows.masked_fill(is_elsewhere[:, None], 0))
+
+
+class Head(Linear):
+    """Logits of the whole vocabulary from a vocabulary split over tensor-parallel ranks."""
+
+    def __init__(self, vocab_size: int, dim: int, dtype: torch.dtype):
+        super().__init__(vocab_size, dim, dtype=dtype)
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tp.gather(super().forward(self.tp.enter(x)), -1)
+
+
+class DecoderLayer(nn.Module):
+    """A mixer and a feed-forward block, each reading its own mix of the residual stream."""
+
+    def __init__(self, spec: ModelSpec, layer_idx: int, precision: Precision):
+        super().__init__()
+        layer, dim, dtype, residual = spec.layers[layer_idx], spec.hidden_size, precision.dtype, spec.residual
+        self.starts_block = residual is not None and layer_idx % residual.block_size == 0
+        self.mixer_norm = RMSNorm(dim, spec.norm_eps, dtype)
+        self.ffn_norm = RMSNorm(dim, spec.norm_eps, dtype)
+        self.mixer_res = ResidualMix(dim, residual.norm_eps, dtype) if residual else None
+        self.ffn_res = ResidualMix(dim, residual.norm_eps, dtype) if residual else None
+        self.mixer: KDA | MLA
+        if isinstance(layer.mixer, KDASpec):
+            self.mixer = KDA(layer.mixer, dim, layer_idx, precision)
+        else:
+            self.mixer = MLA(layer.mixer, dim, layer_idx, precision)
+        self.ffn: GatedFFN | MoE
+        if isinstance(layer.ffn, DenseFFNSpec):
+            self.ffn = GatedFFN(dim, layer.ffn.width, layer.ffn.activation, precision)
+        else:
+            self.ffn = MoE(layer.ffn, dim, precision)
+
+    def forward(self, stream: ResidualStream, segments: Segments, cache: Cache | None) -> ResidualStream:
+        h = stream.mix(self.mixer_res)
+        if self.starts_block:  # after the mix: what this layer reads does not yet count as saved
+            stream = stream.save()
+        stream = stream.add(self.mixer(self.mixer_norm(h), segments, cache))
+        h = stream.mix(self.ffn_res)
+        return stream.add(self.ffn(self.ffn_norm(h)))
+
+
+class Model(nn.Module):
+    """One pipeline stage; by default the whole model.
+
+    A stage without the embedding reads the payload of the stage before; a stage without the head returns its own.
+    Parameters are empty: build under `torch.device("meta")` and fill, or fill where they are. `dtype` is that of
+    activations and plain weights; tensors published in float32 (convolutions, decays, router bias) keep it.
+    Raises UnsupportedModelError for an image request to a stage without the vision tower.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        layers: range | None = None,
+        has_embed: bool = True,
+        has_head: bool = True,
+        has_vision: bool = True,
+        precision: str = "bf16",
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.spec = spec
+        self.precision = Precision.parse(precision, dtype)
+        self.dtype = self.precision.dtype
+        self.layer_range = range(spec.num_layers) if layers is None else layers
+        dim, residual = spec.hidden_size, spec.residual
+        self.embed = Embedding(spec.vocab_size, dim, self.dtype) if has_embed else None
+        # Keyed by the layer's number in the whole model, so that names are the same on every stage.
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, i, self.precision) for i in self.layer_range})
+        self.final_res = ResidualMix(dim, residual.norm_eps, self.dtype) if has_head and residual else None
+        self.final_norm = RMSNorm(dim, spec.norm_eps, self.dtype) if has_head else None
+        self.head = Head(spec.vocab_size, dim, self.dtype) if has_head else None
+        self.vision = VisionTower(spec.vision, self.dtype) if has_vision and spec.vision else None
+        self.projector = Projector(spec.projector, self.dtype) if has_vision and spec.projector else None
+
+    def forward(self, batch: TokenBatch, payload: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Logits (R, V) of the rows `batch.logit_rows` on the last stage; otherwise the payload (1 + saved, T, D).
+
+        With a cache every sequence goes on from `batch.starts` and leaves its state behind. Without one the sequences
+        are whole, nothing is written, and the pass is differentiable.
+        """
+        if cache is not None:
+            cache.check(batch)
+        elif any(batch.starts):
+            raise RequestError(f"sequences that start at {batch.starts} need a cache")
+        segments = Segments(batch)
+        stream = self._enter(batch, payload)
+        for layer in self.layers.values():
+            stream = layer(stream, segments, cache)
+        if self.head is None or self.final_norm is None:
+            return stream.payload()
+        h = stream.rows(batch.logit_rows).mix(self.final_res)
+        return self.head(self.final_norm(h))
+
+    def encode_images(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """(N, 3, p, p) float in [-1, 1] and one (frames, rows, columns) of patches per image -> (tokens, D)."""
+        if self.vision is None or self.projector is None:
+            raise UnsupportedModelError("this stage or model has no vision tower")
+        return self.projector(self.vision(patches, grids))
+
+    def _enter(self, batch: TokenBatch, payload: Tensor | None) -> ResidualStream:
+        if self.embed is None:
+            if payload is None:
+                raise RequestError("this stage has no embedding and needs the payload of the stage before")
+            return ResidualStream.from_payload(payload)
+        x = self.embed(batch.token_ids)
+        if batch.zero_rows is not None:
+            x = x.index_fill(0, batch.zero_rows, 0)
+        if batch.image_rows is not None and batch.image_features is not None:
+            x = x.index_copy(0, batch.image_rows, batch.image_features.to(x.dtype))
+        return ResidualStream((), x)

@@ -1,0 +1,46 @@
+"""Root-mean-square norms. The mean of squares is taken in float32; where the weight joins in differs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from workbench.nn.precision import as_float
+from workbench.nn.tensor_parallel import LOCAL, TensorParallel
+
+__all__ = ["GatedRMSNorm", "RMSNorm", "normalise"]
+
+
+def normalise(x: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) over the last dimension, in float32."""
+    x = as_float(x)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+class RMSNorm(nn.Module):
+    """y = weight * cast(normalised x): rounded to the dtype of `x` before the weight multiplies."""
+
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * normalise(x, self.eps).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """y = weight * normalised x * sigmoid(gate), all in float32 and rounded once to the dtype of `gate`.
+
+    One weight serves every head, so under tensor parallelism its gradient is the sum over the ranks' heads.
+    """
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim, dtype=torch.float32))
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """(T, H, D), (T, H, D) -> (T, H, D)."""
+        return (self.tp.enter(self.weight) * normalise(x, self.eps) * torch.sigmoid(as_float(gate))).to(gate.dtype)

@@ -1,0 +1,181 @@
+"""Vision tower: packed patches of several images of any size -> merged patch vectors, image by image.
+
+Patches of all images lie one behind another, each image row-major over its grid of (frames, rows, columns); every step
+but attention works on all of them at once. Positions come twice: a learned grid, resized to each image, is added to the
+patch vectors, and rotary angles turn queries and keys by column and row.
+
+    N patches of all images, H heads, P pairs per head (half the head width), C width, m merge size
+
+Source: the published K3 modelling file (MoonViT). The grid is resized with align_corners=False, without antialiasing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workbench.base import ImageError
+from workbench.nn.linear import Linear
+from workbench.nn.norm import RMSNorm
+from workbench.nn.precision import as_float
+from workbench.nn.tensor_parallel import LOCAL, TensorParallel
+from workbench.spec import VisionSpec
+
+__all__ = ["Grid", "VisionBlock", "VisionTower", "frame_table", "merge_patches", "rotary_angles", "rotate_pairs"]
+
+Grid = tuple[int, int, int]  # frames, rows, columns of patches
+
+
+class PatchEmbed(nn.Module):
+    """Convolution whose stride equals its size, which is one matrix product per patch: (N, 3, p, p) -> (N, C)."""
+
+    def __init__(self, spec: VisionSpec, dtype: torch.dtype):
+        super().__init__()
+        p = spec.patch_size
+        self.weight = nn.Parameter(torch.empty(spec.hidden_size, 3, p, p, dtype=dtype))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches.to(self.weight.dtype).flatten(1), self.weight.flatten(1))
+
+
+class PositionGrid(nn.Module):
+    """Learned vectors on a grid of rows and columns, resized bilinearly to the image; frames add a fixed table."""
+
+    def __init__(self, spec: VisionSpec, dtype: torch.dtype):
+        super().__init__()
+        self.num_frames = spec.num_frames
+        self.weight = nn.Parameter(torch.empty(spec.grid_height, spec.grid_width, spec.hidden_size, dtype=dtype))
+
+    def forward(self, grid: Grid) -> Tensor:
+        """(frames * rows * columns, C) in the dtype of the weight."""
+        frames, rows, columns = grid
+        table: Tensor = self.weight
+        if table.shape[:2] != (rows, columns):
+            planes = as_float(table).permute(2, 0, 1).unsqueeze(0)
+            resized = F.interpolate(planes, size=(rows, columns), mode="bilinear", align_corners=False)
+            table = resized.squeeze(0).permute(1, 2, 0).to(table.dtype)
+        table = table.flatten(0, 1)
+        if frames == 1:
+            return table
+        times = frame_table(self.num_frames, table.shape[1], device=table.device)[:frames].to(table.dtype)
+        return (times[:, None] + table).flatten(0, 1)
+
+
+class VisionBlock(nn.Module):
+    """Pre-norm attention within each image, then a tanh-GELU feed-forward layer: (N, C) -> (N, C).
+
+    `wqkv` packs all query rows, then all key rows, then all value rows. Under tensor parallelism each of the three is
+    split by heads and the feed-forward width by rows; the number of heads held here follows from the weight.
+    """
+
+    def __init__(self, spec: VisionSpec, dtype: torch.dtype):
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.norm0 = RMSNorm(spec.hidden_size, spec.norm_eps, dtype)
+        self.wqkv = Linear(3 * spec.qkv_width, spec.hidden_size, dtype=dtype)
+        self.wo = Linear(spec.hidden_size, spec.qkv_width, dtype=dtype)
+        self.norm1 = RMSNorm(spec.hidden_size, spec.norm_eps, dtype)
+        self.fc0 = Linear(spec.ffn_width, spec.hidden_size, dtype=dtype)
+        self.fc1 = Linear(spec.hidden_size, spec.ffn_width, dtype=dtype)
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
+        """`angles` (N, P) of rotary positions; `lengths` patches of each image, in order."""
+        x = x + self._attention(self.norm0(x), angles, lengths)
+        hidden = F.gelu(self.fc0(self.tp.enter(self.norm1(x))), approximate="tanh")
+        return x + self.tp.reduce(self.fc1(hidden))
+
+    def _attention(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
+        qkv = self.wqkv(self.tp.enter(x)).unflatten(-1, (3, -1, self.head_dim))  # (N, 3, H, head_dim)
+        q, k, v = qkv.unbind(1)
+        q, k = rotate_pairs(q, angles), rotate_pairs(k, angles)
+        # One call per image: no mask, no padding, and an image sees the same arithmetic alone or in company.
+        images = zip(*(part.transpose(0, 1).split(list(lengths), dim=1) for part in (q, k, v)), strict=True)
+        mixed = [F.scaled_dot_product_attention(*(part.unsqueeze(0) for part in image)) for image in images]
+        joined = torch.cat(mixed, dim=2).squeeze(0).transpose(0, 1).flatten(1)  # (N, H * head_dim)
+        return self.tp.reduce(self.wo(joined))
+
+
+class VisionTower(nn.Module):
+    """Patches of several images -> vectors of merged patches, in the order of the images."""
+
+    def __init__(self, spec: VisionSpec, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.spec = spec
+        self.patch_embed = PatchEmbed(spec, dtype)
+        self.pos_embed = PositionGrid(spec, dtype)
+        self.blocks = nn.ModuleList(VisionBlock(spec, dtype) for _ in range(spec.num_layers))
+        self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype)
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """(N, 3, p, p) normalised patches -> (tokens, m * m, C) in the dtype of the weights; frames are averaged.
+
+        Raises ImageError where a grid does not merge evenly, has too many frames, or all grids together are not N.
+        """
+        check_grids(self.spec, grids, num_patches=patches.shape[0])
+        x = self.patch_embed(patches)
+        if not grids:
+            return x.new_zeros(0, self.spec.merge_size**2, self.spec.hidden_size)
+        x = x + torch.cat([self.pos_embed(grid) for grid in grids])
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        angles = torch.cat([rotary_angles(self.spec, grid, device=x.device, dtype=dtype) for grid in grids])
+        lengths = [math.prod(grid) for grid in grids]
+        for block in self.blocks:
+            x = block(x, angles, lengths)
+        parts = self.final_norm(x).split(lengths)
+        return torch.cat(
+            [merge_patches(part, grid, self.spec.merge_size) for part, grid in zip(parts, grids, strict=True)]
+        )
+
+
+def check_grids(spec: VisionSpec, grids: Sequence[Grid], *, num_patches: int) -> None:
+    """Raises ImageError unless every grid can be merged and together they hold `num_patches`."""
+    m = spec.merge_size
+    for frames, rows, columns in grids:
+        if not (1 <= frames <= spec.num_frames and rows > 0 and columns > 0 and rows % m == 0 and columns % m == 0):
+            raise ImageError(
+                "patch grid does not fit the vision tower",
+                found=f"{frames} x {rows} x {columns}",
+                expected=f"1 to {spec.num_frames} frames of rows and columns that {m} divides",
+            )
+    total = sum(math.prod(grid) for grid in grids)
+    if total != num_patches:
+        raise ImageError("grids and patches differ in number", found=num_patches, expected=total)
+
+
+def frame_table(num_frames: int, dim: int, *, device: torch.device | None = None) -> Tensor:
+    """Fixed sine and cosine vectors of frame times: (num_frames, dim) float32, all sines before all cosines."""
+    rates = 10000.0 ** -(torch.arange(dim // 2, device=device, dtype=torch.float32) / (dim // 2))
+    phases = torch.arange(num_frames, device=device, dtype=torch.float32)[:, None] * rates
+    return torch.cat([phases.sin(), phases.cos()], dim=1)
+
+
+def rotary_angles(
+    spec: VisionSpec, grid: Grid, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Angle of each pair of each patch, (frames * rows * columns, P): even pairs turn by column, odd pairs by row."""
+    frames, rows, columns = grid
+    steps = torch.arange(0, spec.head_dim, 4, device=device, dtype=dtype)
+    rates = 1.0 / spec.rope_theta ** (steps / spec.head_dim)
+    by_row = torch.arange(rows, device=device, dtype=dtype)[:, None, None] * rates
+    by_column = torch.arange(columns, device=device, dtype=dtype)[None, :, None] * rates
+    both = torch.stack(torch.broadcast_tensors(by_column, by_row), dim=-1)  # (rows, columns, P / 2, 2)
+    return both.flatten(2).flatten(0, 1).repeat(frames, 1)
+
+
+def rotate_pairs(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn neighbouring pairs (x0, x1), (x2, x3), ... of every head: (N, H, 2P), (N, P) -> (N, H, 2P), in float32."""
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    even, odd = as_float(x).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+def merge_patches(x: Tensor, grid: Grid, m: int) -> Tensor:
+    """Average over frames, then gather each m x m square row by row: (N, C) -> (N / frames / m^2, m^2, C)."""
+    frames, rows, columns = grid
+    squares = x.view(frames, rows // m, m, columns // m, m, -1).mean(0).transpose(1, 2)
+    return squares.flatten(2, 3).flatten(0, 1)

@@ -1,0 +1,220 @@
+"""Computing steps: `RankRunner` is one rank's part, `LocalRunner` a whole model in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.base import LayoutError, RequestError
+from workbench.nn.batch import TokenBatch
+from workbench.nn.cache import Cache, StateCache
+from workbench.nn.model import Model
+from workbench.parallel.mesh import RankContext
+from workbench.parallel.pipeline import Pipeline
+from workbench.parallel.vision import encode_images
+from workbench.placement import Layout
+from workbench.serving.inputs.images import normalise
+from workbench.serving.sampler import sample_rows
+from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, StepInput
+from workbench.spec import ModelSpec
+
+__all__ = ["LocalRunner", "RankRunner", "build_batch", "runner_info"]
+
+# T new tokens of all sequences of this replica, D model width
+
+
+def runner_info(spec: ModelSpec, layout: Layout, *, num_slots: int, max_tokens: int) -> RunnerInfo:
+    """What the engine may count on. Raises RequestError for a size below 1 or beyond the model's context."""
+    if num_slots < 1 or not 1 <= max_tokens <= spec.max_context:
+        raise RequestError(
+            f"num_slots={num_slots}, max_tokens={max_tokens}",
+            expected=f"at least one slot, and 1 to {spec.max_context} tokens, the model's context",
+        )
+    return RunnerInfo(
+        dp=layout.dp,
+        num_slots=num_slots,
+        max_tokens=max_tokens,
+        vocab_size=spec.vocab_size,
+        has_vision=spec.vision is not None,
+        stop_ids=(spec.tokens.eos,),
+    )
+
+
+class RankRunner:
+    """One rank's share of every step of its replica: its pipeline stage, its cache, its images.
+
+    All ranks of a replica get the same input. Sampling happens on the last stage, on the first rank of its tp group;
+    `is_sampler` says whether this is it.
+    """
+
+    def __init__(self, model: Model, ctx: RankContext, *, num_slots: int, max_tokens: int) -> None:
+        self.model, self.ctx, self.spec = model, ctx, model.spec
+        self.info = runner_info(model.spec, ctx.layout, num_slots=num_slots, max_tokens=max_tokens)
+        self.cache = self.new_cache(num_slots, max_tokens)
+        self.pipeline = Pipeline(model.spec, ctx, model.dtype)
+        self.features: dict[str, Tensor] = {}  # image key -> (tokens, D), on the first stage
+        self.is_sampler = ctx.is_last_stage and ctx.coords.tp == 0
+
+    def new_cache(self, num_slots: int, max_tokens: int) -> StateCache:
+        return StateCache(
+            self.spec,
+            self.model.layer_range,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            dtype=self.model.dtype,
+            device=self.ctx.device,
+            tp_size=self.ctx.layout.tp,
+        )
+
+    @torch.inference_mode()
+    def encode_images(self, images: Sequence[EncodeImage]) -> None:
+        """Features of images of this replica, kept under their keys; nothing to do on later stages."""
+        if not images or not self.ctx.is_first_stage:
+            return
+        assert self.spec.image is not None
+        patches = np.concatenate([patches for _, patches, _ in images])
+        pixels = torch.from_numpy(normalise(patches, self.spec.image)).to(self.ctx.device)
+        features = encode_images(self.model, self.ctx, pixels, [grid for _, _, grid in images])
+        merge = self.spec.vision.merge_size if self.spec.vision is not None else 1
+        counts = [grid[1] * grid[2] // merge**2 for _, _, grid in images]
+        for (key, _, _), rows in zip(images, features.split(counts), strict=True):
+            self.features[key] = rows
+
+    def drop_images(self, keys: Collection[str]) -> None:
+        for key in keys:
+            self.features.pop(key, None)
+
+    def reset_slot(self, slot: int) -> None:
+        self.cache.reset(slot)
+
+    @torch.inference_mode()
+    def step(self, steps: StepInput) -> list[SampledToken]:
+        """Advance this replica. Tokens of the sequences that sample, in order, on the sampler; [] on other ranks.
+
+        Raises RequestError for a chunk that does not fit its slot or names an image that was not encoded.
+        """
+        logits = self.run(build_batch(self.spec, steps, self._features(), device=self.ctx.device), self.cache)
+        sampling = [step for step in steps if step.sample is not None]
+        if logits is None or not self.is_sampler:
+            return []
+        params = [step.sample for step in sampling if step.sample is not None]
+        return sample_rows(logits, params, [step.step_idx for step in sampling])
+
+    @torch.inference_mode()
+    def logits_of(self, steps: StepInput, *, use_cache: bool = True) -> tuple[Tensor | None, StateCache | None]:
+        """Logits (T, V) of every token of whole sequences in slots 0, 1, ..., and the cache of their own that they filled.
+
+        For comparison with a reference; the serving cache stays as it is. None on ranks before the last stage.
+        """
+        batch = build_batch(self.spec, steps, self._features(), device=self.ctx.device, all_logits=True)
+        longest = max((len(step.token_ids) for step in steps), default=1)
+        cache = self.new_cache(max(1, len(steps)), longest) if use_cache else None
+        return self.run(batch, cache), cache
+
+    def run(self, batch: TokenBatch, cache: Cache | None) -> Tensor | None:
+        """One forward pass through this stage, with the exchange of payloads; logits on the last stage, else None."""
+        payload = self.pipeline.receive(batch.num_tokens)
+        out = self.model(batch, payload, cache)
+        if self.ctx.is_last_stage:
+            return out
+        self.pipeline.send(out)
+        return None
+
+    def _features(self) -> dict[str, Tensor] | None:
+        return self.features if self.ctx.is_first_stage else None
+
+
+def build_batch(
+    spec: ModelSpec,
+    steps: StepInput,
+    features: dict[str, Tensor] | None,
+    *,
+    device: torch.device | str = "cpu",
+    all_logits: bool = False,
+) -> TokenBatch:
+    """The packed batch of one replica's sequences. `features` by image key; None where this stage embeds nothing.
+
+    Raises RequestError for an image that is not among the features.
+    """
+    ids: list[int] = []
+    logit_rows: list[int] = []
+    zero_rows: list[int] = []
+    image_rows: list[int] = []
+    pieces: list[Tensor] = []
+    for step in steps:
+        offset = len(ids)
+        ids += step.token_ids
+        if all_logits:
+            logit_rows += range(offset, len(ids))
+        elif step.sample is not None:
+            logit_rows.append(len(ids) - 1)
+        if features is None:
+            continue
+        if step.has_images:
+            zero_rows += [offset + i for i, token in enumerate(step.token_ids) if token == spec.tokens.pad]
+        for span in step.images:
+            pieces.append(_rows_of(features, span.key, span.first, span.count))
+            image_rows += range(offset + span.row, offset + span.row + span.count)
+
+    def table(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return TokenBatch(
+        token_ids=table(ids),
+        lengths=tuple(len(step.token_ids) for step in steps),
+        starts=tuple(step.start for step in steps),
+        slots=tuple(step.slot for step in steps),
+        logit_rows=table(logit_rows),
+        image_rows=table(image_rows) if pieces else None,
+        image_features=torch.cat(pieces) if pieces else None,
+        zero_rows=table(zero_rows) if zero_rows else None,
+    )
+
+
+def _rows_of(features: dict[str, Tensor], key: str, first: int, count: int) -> Tensor:
+    rows = features.get(key)
+    if rows is None:
+        raise RequestError(f"image {key[:12]} was not encoded before the step that needs it")
+    if not 0 <= first <= first + count <= len(rows):
+        raise RequestError(
+            f"image {key[:12]} has {len(rows)} feature rows", found=f"rows {first} to {first + count} wanted"
+        )
+    return rows[first : first + count]
+
+
+@dataclass(frozen=True)
+class LocalRunner:
+    """A whole model in this process, without a process group. Raises LayoutError for a rank of a larger layout."""
+
+    rank: RankRunner
+
+    def __post_init__(self) -> None:
+        if self.rank.ctx.layout.world_size != 1:
+            raise LayoutError(f"layout {self.rank.ctx.layout} needs other ranks", next_step="Use a Deployment")
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self.rank.info
+
+    def encode_images(self, replica: int, images: Sequence[EncodeImage]) -> None:
+        assert replica == 0, replica
+        self.rank.encode_images(images)
+
+    def drop_images(self, replica: int, keys: Collection[str]) -> None:
+        assert replica == 0, replica
+        self.rank.drop_images(keys)
+
+    def reset_slot(self, replica: int, slot: int) -> None:
+        assert replica == 0, replica
+        self.rank.reset_slot(slot)
+
+    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
+        (steps,) = inputs
+        return [self.rank.step(steps)]
+
+    def close(self) -> None:
+        """Nothing to end: the weights go with the object."""

@@ -1,0 +1,205 @@
+"""Questions in words and pictures, answers in text: prompts, engine and decoding put together.
+
+Pictures are decoded and cut in the caller's thread, so that a large one delays its own request only. The engine's
+thread sees token ids and patches.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
+
+from workbench.base import RequestError
+from workbench.serving.engine import Engine, EngineStats
+from workbench.serving.inputs import (
+    ContentPart,
+    ImageInput,
+    ImagePart,
+    ImageSource,
+    Message,
+    PromptTokens,
+    TextPart,
+    Tokenizer,
+    render_chat,
+)
+from workbench.serving.reply import Answer, Reply
+from workbench.serving.requests import GenerationRequest, PlacedImage, SamplingParams
+from workbench.serving.steps import Runner
+
+__all__ = ["ImagesLike", "MultimodalInferenceService"]
+
+ImagesLike = ImageSource | Sequence[ImageSource] | None
+
+
+class Processor(Protocol):
+    """Turns a picture into patches; called from several threads at once."""
+
+    def process(self, source: ImageSource) -> ImageInput: ...
+
+
+class MultimodalInferenceService:
+    """A model that answers: give it a runner, a tokenizer and, for a model with vision, an image processor.
+
+        with MultimodalInferenceService(deployment, tokenizer, ImageProcessor(spec.image)) as service:
+            print(service.infer("What is in the picture?", Path("cat.png")).text)
+
+    May be used from many threads; requests share the model's steps. `step_tokens` is the most new tokens per step and
+    replica, `max_queue` the most requests that wait. Closing the service leaves the runner open.
+    """
+
+    def __init__(
+        self,
+        model: Runner,
+        tokenizer: Tokenizer,
+        image_processor: Processor | None = None,
+        *,
+        step_tokens: int = 512,
+        max_queue: int = 256,
+    ) -> None:
+        self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
+        self.engine = Engine(model, step_tokens=step_tokens, max_queue=max_queue)
+
+    def start(self) -> MultimodalInferenceService:
+        """Begin to take requests; does nothing where it has begun."""
+        self.engine.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop taking requests; those in flight fail."""
+        self.engine.stop()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def __enter__(self) -> MultimodalInferenceService:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def infer(
+        self,
+        text_input: str,
+        image_input: ImagesLike = None,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        thinking: bool = False,
+    ) -> Answer:
+        """The answer to one question about any number of pictures, which stand before the text.
+
+        `seed` None draws one. Raises ImageError for an unusable picture, RequestError for a request beyond the limits,
+        QueueFullError where too many wait, and the runner's error where it fails.
+        """
+        return self.stream(
+            text_input,
+            image_input,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            thinking=thinking,
+        ).result()
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        image_input: ImagesLike = None,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        thinking: bool = False,
+    ) -> Answer:
+        """The next turn of a chat; `image_input` are the pictures of all its ImageParts in order. Raises as `infer`."""
+        return self.stream(
+            messages,
+            image_input,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            thinking=thinking,
+        ).result()
+
+    def stream(
+        self,
+        text_or_messages: str | Sequence[Message],
+        image_input: ImagesLike = None,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        thinking: bool = False,
+    ) -> Reply:
+        """As `infer` or `chat`, but returns at once: iterate the reply for pieces of text, close it to abort."""
+        images = [self._process(source) for source in _as_list(image_input)]
+        if isinstance(text_or_messages, str):
+            content: list[ContentPart] = [*(ImagePart() for _ in images), TextPart(text_or_messages)]
+            text_or_messages = [Message("user", content)]
+        prompt = render_chat(text_or_messages, self.tokenizer, images, thinking=thinking)
+        sampling = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=secrets.randbits(64) if seed is None else seed,
+            max_tokens=max_tokens,
+            stop_ids=tuple(self.tokenizer.stop_ids),
+        )
+        return self.generate(prompt, images, sampling, stop=stop, thinking=thinking)
+
+    def generate(
+        self,
+        prompt: PromptTokens,
+        images: Sequence[ImageInput],
+        sampling: SamplingParams,
+        *,
+        stop: Sequence[str] = (),
+        thinking: bool = False,
+    ) -> Reply:
+        """Continue a prompt of token ids, image by image as its spans say; what the other methods end in.
+
+        Raises RequestError where images and spans do not belong together.
+        """
+        if [(span.key, span.count) for span in prompt.image_spans] != [(x.key, x.num_tokens) for x in images]:
+            raise RequestError("the images are not those that the prompt has room for, in this order")
+        placed = tuple(
+            PlacedImage(key=image.key, patches=image.patches, grid=image.grid, row=span.start, count=span.count)
+            for span, image in zip(prompt.image_spans, images, strict=True)
+        )
+        generation = self.engine.submit(GenerationRequest(token_ids=prompt.token_ids, images=placed, sampling=sampling))
+        return Reply(
+            generation,
+            self.tokenizer,
+            prompt_tokens=len(prompt.token_ids),
+            image_tokens=sum(image.count for image in placed),
+            stop=stop,
+            thinking=thinking,
+        )
+
+    def _process(self, source: ImageSource) -> ImageInput:
+        if self.image_processor is None:
+            raise RequestError("pictures need an image processor", next_step="Give the service an ImageProcessor")
+        return self.image_processor.process(source)
+
+
+def _as_list(images: ImagesLike) -> list[ImageSource]:
+    if images is None:
+        return []
+    return list(images) if isinstance(images, (list, tuple)) else [images]  # type: ignore[list-item]

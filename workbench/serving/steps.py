@@ -1,0 +1,92 @@
+"""What one step of the model takes and gives, as plain data: the border between scheduling and computing.
+
+A step carries new tokens of several sequences. The engine decides what goes in; a `Runner` computes it, in this process
+or on many ranks. Nothing here needs torch, so that the process that schedules need not touch a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from workbench.serving.requests import SamplingParams
+
+__all__ = ["EncodeImage", "ImageSpan", "Runner", "RunnerInfo", "SampledToken", "SequenceStep", "StepInput"]
+
+# Key of the content, patches (N, 3, p, p) uint8, grid (frames, rows, columns) in patches.
+EncodeImage = tuple[str, np.ndarray, tuple[int, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSpan:
+    """`count` feature rows of image `key`, from feature row `first`, replace the tokens from `row` of this chunk on."""
+
+    key: str
+    row: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceStep:
+    """New tokens of one sequence: a chunk of its prompt, or the token it generated last.
+
+    `start` tokens of the sequence are in `slot` already. `has_images` says that the chunk belongs to a prompt with
+    images, whose pad tokens enter as zeros. With `sample` set the last row's logits give the sequence's next token,
+    number `step_idx` of those it generates.
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
+    has_images: bool = False
+    sample: SamplingParams | None = None
+    step_idx: int = 0
+
+
+StepInput = tuple[SequenceStep, ...]  # of one data-parallel replica; empty where it has nothing to do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledToken:
+    """A chosen token and its natural-log probability under the unmodified distribution."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerInfo:
+    """What the engine must know of a runner. Each replica holds `num_slots` sequences of `max_tokens` cached tokens."""
+
+    dp: int
+    num_slots: int
+    max_tokens: int
+    vocab_size: int
+    has_vision: bool
+    stop_ids: tuple[int, ...] = ()  # tokens with which the model ends its answer
+
+
+class Runner(Protocol):
+    """Computes steps. Calls come one at a time; any exception means that the state of the slots is no longer known."""
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def encode_images(self, replica: int, images: Sequence[EncodeImage]) -> None:
+        """Compute and keep the features of images under their keys, for steps of that replica to refer to."""
+
+    def drop_images(self, replica: int, keys: Collection[str]) -> None:
+        """Forget features; unknown keys are ignored."""
+
+    def reset_slot(self, replica: int, slot: int) -> None:
+        """Clear a slot before a new sequence enters it."""
+
+    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
+        """Advance all replicas together: one input each, one list each, in the order of its sequences that sample."""
+
+    def close(self) -> None: ...
