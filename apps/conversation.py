@@ -202,7 +202,7 @@ def _figures(answer: Answer) -> str:
     usage, timings = answer.usage, answer.timings
     prompt = f"{usage.prompt_tokens} tokens read"
     if usage.image_tokens:
-        prompt += f", {usage.image_tokens} of them pictures"
+        prompt += f" ({usage.image_tokens} of pictures)"
     parts = [prompt, f"{usage.completion_tokens} written"]
     if timings.first_token_s is not None:
         parts.append(f"the first after {timings.first_token_s * 1000:.0f} ms")

@@ -142,7 +142,7 @@ def test_picture_question_streams_stops_and_is_answered_on_two_ranks(
     visitor.page.locator("#tokens input[type=number]").press("Tab")
     visitor.ask(f"And <img src='{EXTERNAL}'> now?", IMAGES / "transparent_triangle.png")
     visitor.wait(lambda: "written" in visitor.note, "second answer")
-    assert "of them pictures" in visitor.note
+    assert "of pictures)" in visitor.note
     assert "; 6 written" in visitor.note
     assert "cut at the longest answer allowed" in visitor.note
     assert len(visitor.answers) == 2

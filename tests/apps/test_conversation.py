@@ -27,7 +27,7 @@ def test_answer_grows_and_ends_with_its_figures() -> None:
     assert all(late.startswith(early) for early, late in pairwise(texts))
     assert steps[-1].turns[-1].state == "done"
     assert steps[-1].note == (
-        "40 tokens read, 12 of them pictures; 3 written; the first after 250 ms; then one every 50.0 ms; "
+        "40 tokens read (12 of pictures); 3 written; the first after 250 ms; then one every 50.0 ms; "
         "cut at the longest answer allowed"
     )
 

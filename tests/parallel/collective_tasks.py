@@ -186,7 +186,9 @@ def meshes() -> dict[str, object]:
     from_plain = layout_of(plain)
     refused = {}
     for name, call in {
-        "names": lambda: layout_of(torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))),
+        "names": lambda: layout_of(
+            torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+        ),
         "layout": lambda: layout_of(plain, Layout(tp=2, dp=2)),
         "world": lambda: make_context(Layout(tp=2)),
     }.items():
@@ -212,5 +214,3 @@ def raise_on_rank(rank: int) -> int:
     if torch.distributed.get_rank() == rank:
         raise ValueError(f"planted on rank {rank}")
     return torch.distributed.get_rank()
-
-

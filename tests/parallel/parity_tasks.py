@@ -1,4 +1,4 @@
-"""What a rank does in the parity tests: load its part, run prompts whole and token by token, report logits and tokens."""
+"""What a rank does in the parity tests: load its part, run prompts whole and token by token, report the outcome."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ class Ranks:
             for rank in range(self.number):
                 log = (Path(self._folder.name) / f"rank-{rank}.log").open("wb")
                 command = [sys.executable, str(Path(__file__).resolve()), str(rank), address]
-                self._processes.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                )
+                self._processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
             arrived: dict[int, Connection] = {}
             for _ in range(self.number):
                 connection = listener.accept()

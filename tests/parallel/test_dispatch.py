@@ -63,7 +63,8 @@ def on_one_rank(weights: dict[str, Tensor], tokens: list[dict[str, Tensor]]) -> 
     for part in tokens:
         latent, gate = part["latent"].clone().requires_grad_(), part["weights"].clone().requires_grad_()
         result = experts(latent, part["ids"], gate)
-        (result * part["target"]).sum().backward()
+        if len(latent):
+            (result * part["target"]).sum().backward()
         zero = torch.zeros_like
         outcomes.append(
             {
@@ -87,19 +88,36 @@ def test_dispatch_equals_all_experts_on_one_rank(layout: Layout) -> None:
     for result in results:
         at, want = result["coords"], expected[result["coords"].dp]
         for name in ("result", "latent", "weights"):
-            torch.testing.assert_close(result[name], want[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-        # Ranks that hold the same slice for other tokens share its gradient; inside one expert group it is whole.
-        if at.dp % layout.expert_dp == at.dp or layout.expert_dp < layout.dp:
-            mine = summed.setdefault((at.ep, at.expert_tp), {})
-            for name, grad in result["experts"].items():
-                grad = torch.zeros(()) if grad is None else grad
-                mine[name] = mine.get(name, torch.zeros(())) + grad
+            torch.testing.assert_close(
+                result[name], want[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        mine = summed.setdefault((at.ep, at.expert_tp), {})  # ranks with the same slice, each for its own tokens
+        for name, grad in result["experts"].items():
+            mine[name] = mine.get(name, torch.zeros(())) + (torch.zeros(()) if grad is None else grad)
     assert len(summed) == layout.ep * layout.expert_tp
     for (ep, part), mine in summed.items():
         rows, columns = slice(ep * num, (ep + 1) * num), slice(part * width, (part + 1) * width)
         torch.testing.assert_close(mine["w1.weight"], grads["w1"][rows, columns], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine["w3.weight"], grads["w3"][rows, columns], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine["w2.weight"], grads["w2"][rows, :, columns], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2, ep=2), Layout(dp=2, ep=2), Layout(dp=2, ep=2, dispatch="all_to_all")],
+    ids=str,
+)
+def test_a_rank_whose_experts_nobody_chose_still_takes_part_in_the_backward_pass(layout: Layout) -> None:
+    torch.manual_seed(5)
+    weights, tokens = stacked_weights(), replicas(layout, (3, 2))
+    for part in tokens:
+        part["ids"] = torch.tensor([[0, 1, 3]] * len(part["ids"]))  # all on the first half of the experts
+    expected, _ = on_one_rank(weights, tokens)
+    for result in shared_ranks().run(tasks.dispatch, layout, weights, tokens, True, world_size=2):
+        want = expected[result["coords"].dp]
+        torch.testing.assert_close(result["latent"], want["latent"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result["weights"], want["weights"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.ranks

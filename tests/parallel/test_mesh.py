@@ -59,7 +59,7 @@ def test_one_process_needs_no_group_and_refuses_to_be_several() -> None:
         assert ctx.token_counts == (5,)
     assert ctx.token_counts is None
     ctx.close()
-    with pytest.raises(LayoutError, match="needs 4 ranks.*no process group"):
+    with pytest.raises(LayoutError, match=r"needs 4 ranks.*no process group"):
         single_context(layout=Layout(tp=4))
     with pytest.raises(LayoutError, match="needs 2 ranks"):
         make_mesh(Layout(tp=2))

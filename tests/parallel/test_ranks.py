@@ -17,7 +17,7 @@ def test_results_come_in_rank_order_for_changing_world_sizes() -> None:
 def test_an_exception_names_its_rank_and_the_next_run_works() -> None:
     ranks = Ranks(2)
     try:
-        with pytest.raises(RankError, match="(?s)rank 1:.*planted on rank 1"):
+        with pytest.raises(RankError, match=r"(?s)rank 1:.*planted on rank 1"):
             ranks.run(tasks.raise_on_rank, 1, world_size=2)
         assert ranks.run(tasks.raise_on_rank, -1, world_size=2) == [0, 1]
     finally:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from workbench.serving.inputs.tokenizer import Tokenizer
+from workbench.serving.inputs.tokenizer_files import Vocabulary
 from workbench.serving.requests import PlacedImage
 from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, StepInput
 
@@ -101,4 +104,49 @@ def echo_of(prompt: Sequence[int], num_tokens: int) -> list[int]:
 def placed_image(key: str, row: int, count: int) -> PlacedImage:
     return PlacedImage(
         key=key, patches=np.zeros((count * 4, 3, 2, 2), np.uint8), grid=(1, 2, count * 2), row=row, count=count
+    )
+
+
+class ScriptRunner(EchoRunner):
+    """Answers every request with the same ids, one after another; beyond the script with its last id."""
+
+    def __init__(self, script: Sequence[int], **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.script = list(script)
+
+    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
+        super().step(inputs)
+        return [
+            [
+                SampledToken(token_id=self.script[min(s.step_idx, len(self.script) - 1)], logprob=-0.25)
+                for s in steps
+                if s.sample is not None
+            ]
+            for steps in inputs
+        ]
+
+
+MARKER_OFFSETS = {
+    "[PAD]": -1, "[BOS]": 0, "[EOS]": 1, "<|end_of_msg|>": 2, "<|open|>": 3, "<|close|>": 4, "<|media_pad|>": 5,
+    "<|sep|>": 6, "<|media_begin|>": 7, "<|media_content|>": 8, "<|media_end|>": 9,
+}  # fmt: skip
+
+
+def byte_tokenizer(vocab_size: int = 512, first_marker: int = 500) -> Tokenizer:
+    """Ids 0 to 255 are bytes, the next ones words like "w300 ", and eleven around `first_marker` are structure.
+
+    `first_marker` is the id of [BOS]; the ids of end and image tokens then fit the tiny K3 checkpoints.
+    """
+    pieces = {i: bytes([i]) if i < 256 else f"w{i} ".encode() for i in range(vocab_size)}
+    reserved = {first_marker + offset: name for name, offset in MARKER_OFFSETS.items()}
+    for i in reserved:
+        del pieces[i]
+    return Tokenizer(
+        Vocabulary(
+            encode=lambda text: list(text.encode()),
+            pieces=pieces,
+            reserved=reserved,
+            size=vocab_size,
+            source=Path("byte tokenizer"),
+        )
     )

@@ -72,7 +72,7 @@ def keep_reference(scaled: list[float], top_k: int, top_p: float) -> set[int]:
     kept = order[:top_k] if top_k else order
     mass = [math.exp(scaled[i]) for i in kept]
     out: set[int] = set()
-    for i, m in zip(kept, mass, strict=True):
+    for i in kept:
         if top_p < 1 and sum(math.exp(scaled[j]) for j in out) / sum(mass) >= top_p:
             break
         out.add(i)

@@ -53,19 +53,19 @@ CONFIG, IMAGE = k3_config(), preprocessor_config()
 def test_config_with_any_value_anywhere_parses_or_is_refused(place: tuple[object, ...], value: object) -> None:
     try:
         spec = parse_config(replaced(CONFIG, place, value), IMAGE)
-    except WorkbenchError as error:
-        assert str(error)
-    else:
-        assert spec.num_layers == 8
+    except WorkbenchError:
+        return
+    assert spec.num_layers == 8
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(paths(IMAGE)), VALUES | st.just(...))
 def test_image_config_with_any_value_anywhere_parses_or_is_refused(place: tuple[object, ...], value: object) -> None:
     try:
-        assert parse_config(CONFIG, replaced(IMAGE, place, value)).image is not None
-    except WorkbenchError as error:
-        assert str(error)
+        spec = parse_config(CONFIG, replaced(IMAGE, place, value))
+    except WorkbenchError:
+        return
+    assert spec.image is not None
 
 
 @settings(max_examples=200, deadline=None)

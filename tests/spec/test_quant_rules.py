@@ -71,7 +71,7 @@ def test_k09_patterns_are_anchored_at_the_start_of_the_full_nested_name(spec: Mo
 
 
 def test_k09_a_plain_rule_matches_the_exact_name_only(spec: ModelSpec) -> None:
-    gate, _ = "language_model.model.layers.1.block_sparse_moe.gate", None
+    gate = "language_model.model.layers.1.block_sparse_moe.gate"
     table = resolve_quant_rules(with_rules(spec, gate, "gate", "language_model.model.layers.1"))
     rows = {(row.module, row.rule): row.count for row in table.rows if row.module.endswith(".gate")}
     assert rows == {(f"{LAYER}block_sparse_moe.gate", gate): 1, (f"{LAYER}block_sparse_moe.gate", None): 6}

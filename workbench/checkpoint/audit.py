@@ -47,7 +47,10 @@ def audit(root: Path | str, *, deep: bool | None = None) -> AuditReport:
         expected = match.expected
         files = {name: entry.file for name, entry in survey.located.items()}
         findings += _stray_findings(survey, expected)
-        findings += name_findings(spec, match, files, survey.explained)
+        if survey.names:
+            findings += name_findings(spec, match, files, survey.explained)
+        else:
+            skipped |= dict.fromkeys(("names", "pairs", "rules"), "no tensor is named anywhere")
         findings += check_tensors(spec, expected, survey.located.values())
         findings += _quant_findings(spec, survey.names, expected)
         if deep is False:
@@ -74,9 +77,10 @@ def audit(root: Path | str, *, deep: bool | None = None) -> AuditReport:
 def _pair_findings(survey: Survey) -> Iterator[Finding]:
     for finding in check_pairs(survey.located, survey.names):
         for name in finding.tensors:
-            # The partner is what is missing: that is said here, better than "missing" could.
+            # The absent partner is told here, better than as a missing tensor.
             module = name.rpartition(".")[0]
-            survey.explained |= {f"{module}.{part}" for part in ("weight_packed", "weight_scale")}
+            pair = {f"{module}.{part}" for part in ("weight_packed", "weight_scale")}
+            survey.explained |= pair - survey.names.keys()
         yield finding
 
 

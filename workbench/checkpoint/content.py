@@ -55,7 +55,7 @@ def scan_file(path: Path, header: ShardHeader, expected: Mapping[str, TensorSpec
     fd = open_regular(path)
     try:
         for offset in range(0, header.file_bytes, CHUNK):  # from 0, so that pages are pages of the file
-            data = np.frombuffer(_pread(fd, CHUNK, offset, path), np.uint8)
+            data = np.frombuffer(_pread(fd, min(CHUNK, header.file_bytes - offset), offset, path), np.uint8)
             scan.bytes_read += len(data)
             _extend(runs, _zero_pages(data, offset))
             first = max(0, bisect_right(begins, offset) - 1)
@@ -99,7 +99,7 @@ def sample_file(path: Path, header: ShardHeader, expected: Mapping[str, TensorSp
         for offset in range(header.data_begin // PAGE * PAGE, header.file_bytes, step):
             if any(begin <= offset < end for begin, end in runs):
                 continue
-            data = np.frombuffer(_pread(fd, WINDOW, offset, path), np.uint8)
+            data = np.frombuffer(_pread(fd, min(WINDOW, header.file_bytes - offset), offset, path), np.uint8)
             scan.bytes_read += len(data)
             runs += _zero_pages(data, offset)
         scales = [e for e in entries if _is_scale(expected.get(e.name)) and e.num_bytes <= CHUNK]
@@ -158,13 +158,18 @@ def padding_findings(
 
 
 def _pread(fd: int, size: int, offset: int, path: Path) -> bytes:
-    try:
-        data = os.pread(fd, size, offset)
-    except OSError as error:
-        raise CheckpointError(f"read error at byte {offset}: {error.strerror}", where=path) from None
-    if not data and size:
-        raise CheckpointError(f"file ended at byte {offset} while it was being read", where=path)
-    return data
+    """Exactly `size` bytes. Raises CheckpointError on a read error and where the file has become shorter."""
+    pieces: list[bytes] = []
+    while size:
+        try:
+            piece = os.pread(fd, size, offset)
+        except OSError as error:
+            raise CheckpointError(f"read error at byte {offset}: {error.strerror}", where=path) from None
+        if not piece:
+            raise CheckpointError(f"file ended at byte {offset} while it was being read", where=path)
+        pieces.append(piece)
+        size, offset = size - len(piece), offset + len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _is_scale(tensor: TensorSpec | None) -> bool:

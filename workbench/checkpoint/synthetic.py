@@ -122,6 +122,7 @@ def _draw(spec: ModelSpec, tensor: TensorSpec, seed: int) -> bytes:
     if tensor.part == "weight_packed":
         codes = rng.integers(0, 16, (*tensor.shape[:-1], tensor.shape[-1] * 2), np.uint8)
         is_empty = rng.random((tensor.shape[0], -(-codes.shape[1] // 32))) < 0.02
+        is_empty[:, 0] = False  # a whole row of zeros would look like a hole in the file
         codes[np.repeat(is_empty, 32, axis=1)[:, : codes.shape[1]]] = 0
         return pack_nibbles(codes).tobytes()
     if tensor.part == "weight_scale":

@@ -98,8 +98,8 @@ F1 = Sizes(
     vision_width=68,
     vision_qkv_width=132,
     vision_ffn_width=164,
-    grid_height=9,
-    grid_width=11,
+    grid_height=15,
+    grid_width=25,
 )
 
 # Dimensions equal on purpose: where a transposed matrix has the right shape, only its values can tell.

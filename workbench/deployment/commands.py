@@ -100,6 +100,7 @@ class RankCommands:
         loaded.ctx.log.listener = lambda record: worker.slate.collective(str(record))
         self._runner = RankRunner(loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens)
         self._loaded = loaded
+        print(f"{loaded.ctx}: {loaded.stats.resident_bytes:,} bytes of weights in {loaded.stats.seconds:.1f} s")
         return LoadReport(
             rank=worker.rank,
             place=str(loaded.ctx),

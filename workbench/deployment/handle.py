@@ -12,15 +12,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import TracebackType
 from typing import cast
 
 import numpy as np
 
-from workbench.base import DeploymentError, RequestError, WorkerDiedError
+from workbench.base import DeploymentError, RequestError
 from workbench.deployment.control import Control, Member
-from workbench.deployment.protocol import PROTOCOL, Address, Door, Hello
+from workbench.deployment.gather import gather_ranks
+from workbench.deployment.protocol import Address, Door
 from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, RankStats
 from workbench.deployment.supervise import RankProcess, kill_ranks, start_ranks
 from workbench.placement import Layout
@@ -29,8 +30,6 @@ from workbench.serving.steps import EncodeImage, ImageSpan, RunnerInfo, SampledT
 from workbench.spec import ModelSpec
 
 __all__ = ["Deployment", "Timeouts"]
-
-HELLO_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +103,7 @@ class Deployment:
             try:
                 threads = threads or max(1, (os.cpu_count() or 1) // layout.world_size)
                 ranks = start_ranks(layout.world_size, address, authkey, folder, threads=threads, env=env)
-                members = _gather(entries, layout.world_size, timeouts.start_s, ranks)
+                members = gather_ranks(entries, layout.world_size, timeouts.start_s, ranks)
             finally:
                 door.close()
         except BaseException:
@@ -158,7 +157,7 @@ class Deployment:
         try:
             if on_listening is not None:
                 on_listening(door.address)
-            members = _gather(entries, layout.world_size, timeouts.start_s, [])
+            members = gather_ranks(entries, layout.world_size, timeouts.start_s, [])
         finally:
             door.close()
         return cls._load(
@@ -354,49 +353,6 @@ class Deployment:
 
     def _request(self, name: str, args: Mapping[str, object] | None = None) -> list[object]:
         return self._control.request(name, args or {}, timeout_s=self.timeouts.command_s)
-
-
-def _gather(
-    entries: SimpleQueue[Connection], world_size: int, timeout_s: float, ranks: Sequence[RankProcess]
-) -> list[Member]:
-    """The ranks as they report. Raises WorkerDiedError for one that ends first, DeploymentError after `timeout_s`."""
-    members: dict[int, Member] = {}
-    deadline = time.monotonic() + timeout_s
-    try:
-        while len(members) < world_size:
-            for rank in ranks:
-                if (how := rank.exit_text()) is not None:
-                    raise WorkerDiedError(f"rank {rank.rank} ended before it reported: {how}\n{rank.describe()}")
-            if time.monotonic() > deadline:
-                missing = sorted(set(range(world_size)) - set(members))
-                details = "".join(f"\n{rank.describe()}" for rank in ranks if rank.rank in missing)
-                raise DeploymentError(f"ranks {missing} did not report within {timeout_s:g} s{details}")
-            try:
-                connection = entries.get(timeout=0.1)
-            except Empty:
-                continue
-            hello = _hello(connection)
-            if hello.world_size != world_size or not 0 <= hello.rank < world_size or hello.rank in members:
-                raise DeploymentError(
-                    f"a process reported as rank {hello.rank} of {hello.world_size}",
-                    expected=f"each rank of {world_size} once",
-                )
-            process = next((rank for rank in ranks if rank.rank == hello.rank), None)
-            members[hello.rank] = Member(hello, connection, process)
-    except BaseException:
-        for member in members.values():
-            member.connection.close()
-        raise
-    return list(members.values())
-
-
-def _hello(connection: Connection) -> Hello:
-    hello: object = connection.recv() if connection.poll(HELLO_WAIT_S) else None
-    if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
-        raise DeploymentError(
-            "a process with the right key did not report as a rank of this version", found=type(hello).__name__
-        )
-    return hello
 
 
 def _end(control: Control, folder: Path | None) -> None:

@@ -133,7 +133,7 @@ def parse_address(text: str) -> Address:
 
 
 def connect(address: Address, authkey: bytes, *, timeout_s: float = 60.0) -> Connection:
-    """Connection to a handle, which may be starting still. Raises DeploymentError after `timeout_s` or for a wrong key."""
+    """Connection to a handle that may still be starting. Raises DeploymentError in the end, or for a wrong key."""
     family = "AF_UNIX" if isinstance(address, str) else "AF_INET"
     deadline = time.monotonic() + timeout_s
     while True:

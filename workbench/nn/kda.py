@@ -95,7 +95,7 @@ class KDA(nn.Module):
     def _log_decay(self, z: Tensor) -> Tensor:
         """(T, C) -> (T, H, D) in (bound, 0); not a clamp: a sigmoid whose steepness exp(A_log) each head learns."""
         z = self._heads(as_float(z) + self.dt_bias)
-        return self.spec.decay_bound * torch.sigmoid(self.A_log.exp()[:, None] * z)
+        return self.spec.decay_bound * torch.sigmoid(self.A_log.to(z.dtype).exp()[:, None] * z)
 
     def _read(self, x: Tensor, segments: Segments, cache: Cache | None) -> tuple[Tensor, Tensor]:
         """Inputs before the first new token (S, 3, C, K-1) and state (S, H, D, D): of the cache, or zeros."""

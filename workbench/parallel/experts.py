@@ -11,10 +11,11 @@ from torch import Tensor
 
 from workbench.nn.moe import Experts
 from workbench.parallel.functions import (
-    copy_to,
+    copy_all_to,
     exchange_rows,
     gather_rows,
     gather_tokens,
+    keep_connected,
     reduce_from,
     return_tokens,
     split_rows,
@@ -38,8 +39,9 @@ class ReplicatedDispatch:
         ctx = self.ctx
         if ctx.expert_gather.size == 1:
             slots = _slots(expert_ids, ctx.coords.ep, self.num_local)
-            partial = experts(copy_to(latent, ctx.experts), slots, copy_to(weights, ctx.experts))
-            return reduce_from(partial, ctx.experts)
+            latent, weights = copy_all_to((latent, weights), ctx.experts)
+            partial = experts(latent, slots, weights)
+            return reduce_from(keep_connected(partial, latent, weights), ctx.experts)
         counts = ctx.token_counts
         if counts is None:
             counts = ctx.expert_gather.row_counts(latent.shape[0], latent.device)
@@ -48,6 +50,7 @@ class ReplicatedDispatch:
             latent, weights, expert_ids, counts=counts, across=across, experts=group
         )
         partial = experts(latent_all, _slots(ids_all, ctx.coords.ep, self.num_local), weights_all)
+        partial = keep_connected(partial, latent_all, weights_all)
         return return_tokens(partial, counts=counts, across=across, experts=group)
 
 
@@ -81,6 +84,7 @@ class AllToAllDispatch:
             group, sends, receives, own_latent[row], own_weights[row], slots.to(torch.int32)
         )
         partial = experts(there, there_slots.to(torch.int64), there_weights)
+        partial = keep_connected(partial, there, there_weights)
         (back,) = exchange_rows(group, receives, sends, partial)
         combined = torch.zeros(len(ids), back.shape[1], dtype=back.dtype, device=back.device).index_add(0, row, back)
         return gather_rows(combined, shares, tp)

@@ -18,11 +18,13 @@ from torch import Tensor
 from workbench.parallel.collectives import Group
 
 __all__ = [
+    "copy_all_to",
     "copy_to",
     "exchange_rows",
     "gather_dim",
     "gather_rows",
     "gather_tokens",
+    "keep_connected",
     "pack_rows",
     "reduce_from",
     "return_tokens",
@@ -34,13 +36,13 @@ __all__ = [
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return x.view_as(x)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(grad), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(ctx.group.all_reduce(grad) for grad in grads))
 
 
 class _Reduce(torch.autograd.Function):
@@ -149,7 +151,23 @@ class _Exchange(torch.autograd.Function):
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """Identity; backward sums the gradients of all ranks."""
-    return x if group.size == 1 else _Copy.apply(x, group)
+    return x if group.size == 1 else _Copy.apply(group, x)[0]
+
+
+def copy_all_to(tensors: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """`copy_to` of several tensors, whose backward sums in this order on every rank."""
+    return tuple(tensors) if group.size == 1 else _Copy.apply(group, *tensors)
+
+
+def keep_connected(result: Tensor, *inputs: Tensor) -> Tensor:
+    """`result`, made to depend on `inputs` where it does not.
+
+    A rank whose experts got no row computes nothing from its inputs. Its backward would then skip the collectives that
+    the other ranks enter, and they would wait for ever; a sum of no elements keeps the path without changing a value.
+    """
+    if result.requires_grad or not torch.is_grad_enabled():
+        return result
+    return result + sum(x[:0].sum() for x in inputs if x.requires_grad)
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
@@ -202,7 +220,7 @@ def pack_rows(*parts: Tensor) -> Tensor:
     """(T, ...) tensors of any dtypes side by side as bytes: (T, bytes of one row of each) uint8."""
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([part.detach().contiguous().flatten(1).view(torch.uint8) for part in parts], dim=1)
+    return torch.cat([_row_bytes(part.detach()) for part in parts], dim=1)
 
 
 def unpack_rows(packed: Tensor, *like: Tensor) -> list[Tensor]:
@@ -216,6 +234,12 @@ def unpack_rows(packed: Tensor, *like: Tensor) -> list[Tensor]:
         parts.append(column.view(packed.shape[0], *part.shape[1:]))
         at += width
     return parts
+
+
+def _row_bytes(part: Tensor) -> Tensor:
+    if not part.shape[0]:  # strides of an empty tensor may be anything, and then it has no byte view
+        return part.new_empty((0, part.shape[1:].numel() * part.element_size()), dtype=torch.uint8)
+    return part.contiguous().flatten(1).view(torch.uint8)
 
 
 def _own_piece(x: Tensor, dim: int, group: Group) -> Tensor:

@@ -84,7 +84,8 @@ class Generation:
 class Engine:
     """Continuous batching over a runner.
 
-    `step_tokens` is the most new tokens per replica and step; `max_queue` the most requests that wait for a slot.
+    `step_tokens` is the most new tokens per replica and step, at least one per slot; `max_queue` the most requests that
+    wait for a slot.
     Use `start()` for the background thread, or call `step_once()` by hand.
     """
 

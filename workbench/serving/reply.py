@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from workbench.base import RequestError
 from workbench.serving.engine import Generation, TokenEvent
 from workbench.serving.inputs import AnswerStream, Tokenizer
 from workbench.serving.inputs.messages import AnswerDelta
@@ -78,15 +79,15 @@ class Reply:
         generation: Generation,
         tokenizer: Tokenizer,
         *,
+        stop: StopMatcher,
         prompt_tokens: int,
         image_tokens: int = 0,
-        stop: Sequence[str] = (),
         thinking: bool = False,
     ) -> None:
         self.answer: Answer | None = None
         self._generation = generation
         self._channels = AnswerStream(tokenizer, thinking=thinking)
-        self._stop = StopMatcher(stop)
+        self._stop = stop
         self._prompt_tokens, self._image_tokens = prompt_tokens, image_tokens
         self._events: list[TokenEvent] = []
         self._text: list[str] = []
@@ -108,7 +109,8 @@ class Reply:
         except BaseException:  # also an interrupted notebook cell must free the slot
             self.close()
             raise
-        assert self.answer is not None
+        if self.answer is None:
+            raise RequestError("an interrupt has ended this reply before its answer was whole")
         return self.answer
 
     def close(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workbench.base import LayoutError, RequestError
+from workbench.loading import load_sharded_weights
 from workbench.nn.batch import TokenBatch
 from workbench.nn.cache import Cache, StateCache
 from workbench.nn.model import Model
@@ -106,7 +108,7 @@ class RankRunner:
 
     @torch.inference_mode()
     def logits_of(self, steps: StepInput, *, use_cache: bool = True) -> tuple[Tensor | None, StateCache | None]:
-        """Logits (T, V) of every token of whole sequences in slots 0, 1, ..., and the cache of their own that they filled.
+        """Logits (T, V) of every token of whole sequences in slots 0, 1, ..., and the cache that they filled.
 
         For comparison with a reference; the serving cache stays as it is. None on ranks before the last stage.
         """
@@ -218,3 +220,19 @@ class LocalRunner:
 
     def close(self) -> None:
         """Nothing to end: the weights go with the object."""
+
+    @classmethod
+    def load(
+        cls,
+        model_path: Path | str,
+        *,
+        precision: str = "bf16",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        num_slots: int = 8,
+        max_tokens: int = 4096,
+    ) -> LocalRunner:
+        """Load a whole checkpoint into this process. Raises as `load_sharded_weights`."""
+        loaded = load_sharded_weights(model_path, precision=precision, dtype=dtype, device=device)
+        loaded.model.eval().requires_grad_(False)
+        return cls(RankRunner(loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 from workbench.base import RequestError
 from workbench.serving.engine import Engine, EngineStats
@@ -27,10 +27,23 @@ from workbench.serving.inputs import (
 from workbench.serving.reply import Answer, Reply
 from workbench.serving.requests import GenerationRequest, PlacedImage, SamplingParams
 from workbench.serving.steps import Runner
+from workbench.serving.stop import StopMatcher
 
-__all__ = ["ImagesLike", "MultimodalInferenceService"]
+__all__ = ["AnswerOptions", "ImagesLike", "MultimodalInferenceService"]
 
 ImagesLike = ImageSource | Sequence[ImageSource] | None
+
+
+class AnswerOptions(TypedDict, total=False):
+    """Options of `infer` and `chat`; defaults and meaning as in `stream`."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop: Sequence[str]
+    thinking: bool
 
 
 class Processor(Protocol):
@@ -79,61 +92,19 @@ class MultimodalInferenceService:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
 
-    def infer(
-        self,
-        text_input: str,
-        image_input: ImagesLike = None,
-        *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        thinking: bool = False,
-    ) -> Answer:
+    def infer(self, text_input: str, image_input: ImagesLike = None, **options: Unpack[AnswerOptions]) -> Answer:
         """The answer to one question about any number of pictures, which stand before the text.
 
-        `seed` None draws one. Raises ImageError for an unusable picture, RequestError for a request beyond the limits,
-        QueueFullError where too many wait, and the runner's error where it fails.
+        Raises ImageError for an unusable picture, RequestError for a request beyond the limits, QueueFullError where
+        too many wait, and the runner's error where it fails.
         """
-        return self.stream(
-            text_input,
-            image_input,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            thinking=thinking,
-        ).result()
+        return self.stream(text_input, image_input, **options).result()
 
     def chat(
-        self,
-        messages: Sequence[Message],
-        image_input: ImagesLike = None,
-        *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        thinking: bool = False,
+        self, messages: Sequence[Message], image_input: ImagesLike = None, **options: Unpack[AnswerOptions]
     ) -> Answer:
         """The next turn of a chat; `image_input` are the pictures of all its ImageParts in order. Raises as `infer`."""
-        return self.stream(
-            messages,
-            image_input,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            thinking=thinking,
-        ).result()
+        return self.stream(messages, image_input, **options).result()
 
     def stream(
         self,
@@ -148,7 +119,11 @@ class MultimodalInferenceService:
         stop: Sequence[str] = (),
         thinking: bool = False,
     ) -> Reply:
-        """As `infer` or `chat`, but returns at once: iterate the reply for pieces of text, close it to abort."""
+        """As `infer` or `chat`, but returns at once: iterate the reply for pieces of text, close it to abort.
+
+        `stop` strings end the answer and are not part of it; `seed` None draws one; `thinking` lets the model think
+        first, into `Answer.thinking`. The rest is as in `SamplingParams`.
+        """
         images = [self._process(source) for source in _as_list(image_input)]
         if isinstance(text_or_messages, str):
             content: list[ContentPart] = [*(ImagePart() for _ in images), TextPart(text_or_messages)]
@@ -183,13 +158,14 @@ class MultimodalInferenceService:
             PlacedImage(key=image.key, patches=image.patches, grid=image.grid, row=span.start, count=span.count)
             for span, image in zip(prompt.image_spans, images, strict=True)
         )
+        matcher = StopMatcher(stop)  # refuses unusable stop strings before anything is queued
         generation = self.engine.submit(GenerationRequest(token_ids=prompt.token_ids, images=placed, sampling=sampling))
         return Reply(
             generation,
             self.tokenizer,
             prompt_tokens=len(prompt.token_ids),
             image_tokens=sum(image.count for image in placed),
-            stop=stop,
+            stop=matcher,
             thinking=thinking,
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench.base import ConfigError
-from workbench.training.data.phrasing import plain_words, vary
+from workbench.training.data.phrasing import plain_words, reword, vary
 
 __all__ = ["DOMAIN_ROOT", "Fact", "Phrasing", "ask_fact", "read_facts"]
 
@@ -68,9 +68,14 @@ def read_facts(root: Path | str = DOMAIN_ROOT) -> tuple[Fact, ...]:
 
 
 def ask_fact(fact: Fact, rng: np.random.Generator) -> str:
-    """A training question for the fact, typed one way or another."""
+    """A training question for the fact, in half of the cases slightly reworded, never into a held-out phrasing."""
     questions = fact.questions(is_held_out=False)
-    return vary(questions[int(rng.integers(len(questions)))], rng)
+    text = questions[int(rng.integers(len(questions)))]
+    if rng.random() < 0.5:
+        other = reword(text, rng)
+        held_out = {plain_words(question) for question in fact.questions(is_held_out=True)}
+        text = text if plain_words(other) in held_out else other
+    return vary(text, rng)
 
 
 def _read_file(path: Path) -> list[Fact]:

@@ -1,0 +1,199 @@
+"""Ranks that die or hang, handles that vanish, checkpoints that are broken: named at once, and nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from rank_helpers import is_alive, wait_gone
+from serving_fakes import byte_tokenizer
+
+from workbench.base import CheckpointError, DeploymentError, LayoutError, LoadError, WorkerDiedError
+from workbench.deployment import Deployment, Timeouts
+from workbench.placement import Layout
+from workbench.serving import MultimodalInferenceService
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+
+def test_a_rank_killed_in_mid_answer_fails_every_request_with_its_name_and_signal(golden_root):
+    deployment = Deployment.start(golden_root, Layout(tp=2), precision="fp32", num_slots=2, max_tokens=2000)
+    tokenizer = byte_tokenizer(deployment.info.vocab_size, deployment.spec.tokens.bos)
+    with MultimodalInferenceService(deployment, tokenizer) as service:
+        replies = [service.stream(f"question {n}", max_tokens=1500) for n in range(4)]
+        while len(replies[0]._events) < 3:
+            next(replies[0])
+        os.kill(deployment.pids[1], signal.SIGKILL)
+        began = time.monotonic()
+        for reply in replies:
+            with pytest.raises(WorkerDiedError) as info:
+                reply.result()
+        assert time.monotonic() - began < 6
+        text = str(info.value)
+        assert f"rank 1 (process {deployment.pids[1]}" in text
+        assert "died during 'step': SIGKILL (signal 9)" in text
+        assert "last operation: " in text
+        assert "last collective entered: #" in text
+        assert "over tp ranks [0, 1]" in text
+        assert "bytes of weights" in text, "the last lines of its log"
+        with pytest.raises(WorkerDiedError, match="rank 1"):
+            service.infer("another")
+    with pytest.raises(WorkerDiedError, match="rank 1"):
+        deployment.ping()
+    wait_gone(deployment.pids, 1)
+    assert "broken" in repr(deployment)
+    deployment.close()
+    assert not deployment.folder.exists()
+
+
+def test_a_stopped_rank_is_a_timeout_that_names_it_first_and_ends_them_all(golden_root):
+    with Deployment.start(
+        golden_root, Layout(tp=2), precision="fp32", num_slots=1, max_tokens=50, timeouts=Timeouts(command_s=2)
+    ) as deployment:
+        os.kill(deployment.pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(DeploymentError) as info:
+            deployment.generate([1, 2, 3])
+        assert 2 <= time.monotonic() - began < 8
+        text = str(info.value)
+        assert "no answer to 'step' within 2 s from rank 1, 0" in text
+        assert f"rank 1 (process {deployment.pids[1]}" in text
+        assert "stopped: does not react at all" in text
+        assert "rank 0" in text
+        assert "all_reduce" in text, "where the other one waits"
+        wait_gone(deployment.pids, 3)
+
+
+HANDLE = """
+import os, sys, time
+from workbench.deployment import Deployment
+from workbench.placement import Layout
+deployment = Deployment.start(sys.argv[1], Layout(tp=int(sys.argv[2])), precision="fp32", num_slots=1, max_tokens=4000)
+if sys.argv[3] == "fork" and os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+print(*deployment.pids, deployment.folder, flush=True)
+from workbench.serving import SamplingParams
+while True:
+    deployment.generate([1, 2, 3], SamplingParams(max_tokens=3000))
+"""
+
+
+@pytest.mark.parametrize(("tp", "how"), [(2, "plain"), (1, "fork")])
+def test_a_handle_killed_in_mid_answer_takes_its_ranks_with_it(golden_root, tp, how):
+    """Also where a child that the handle forked keeps the sockets open."""
+    handle = subprocess.Popen(
+        [sys.executable, "-c", HANDLE, str(golden_root), str(tp), how],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        *pids, folder = handle.stdout.readline().split()
+        assert len(pids) == tp
+        time.sleep(0.3)
+        assert all(is_alive(int(pid)) for pid in pids)
+        handle.kill()
+        wait_gone(map(int, pids), 5)
+        deadline = time.monotonic() + 2
+        while os.path.exists(folder) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not os.path.exists(folder)
+    finally:
+        os.killpg(handle.pid, signal.SIGKILL)
+        handle.wait()
+        handle.stdout.close()
+
+
+def test_a_missing_shard_is_an_error_of_the_ranks_that_names_the_file(golden_root, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(golden_root, broken, ignore=shutil.ignore_patterns("golden", "images"))
+    lost = sorted(broken.glob("model-*.safetensors"))[3]
+    lost.unlink()
+    before = threading.active_count()
+    with pytest.raises((LoadError, CheckpointError), match=lost.name) as info:
+        Deployment.start(broken, Layout(tp=2), precision="fp32")
+    assert "rank " in str(info.value)
+    assert any("Traceback" in note for note in info.value.__notes__)
+    assert threading.active_count() <= before
+
+
+def test_a_layout_that_does_not_fit_the_model_is_refused_by_the_ranks(golden_root):
+    with pytest.raises(LayoutError, match="rank 0"):
+        Deployment.start(golden_root, Layout(pp=1, stages=(3,)), precision="fp32")
+
+
+TORCHRUN = (
+    "-m", "torch.distributed.run", "--nproc-per-node=2", "--nnodes=1", "--master-addr=127.0.0.1", "--monitor-interval=0.2",
+)  # fmt: skip
+
+
+def test_ranks_that_torchrun_started_join_over_tcp_answer_and_end_with_the_handle(golden_root, prompts, tmp_path):
+    authkey = os.urandom(32)
+    key_file = tmp_path / "key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(authkey.hex())
+    launched: list[subprocess.Popen] = []
+
+    def launch(address) -> None:
+        host, port = address
+        worker = [
+            "-m",
+            "workbench.deployment.worker",
+            "--controller",
+            f"{host}:{port}",
+            "--authkey-file",
+            str(key_file),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, *TORCHRUN, f"--master-port={free_port()}", *worker]
+        with (tmp_path / "torchrun.log").open("w") as log:
+            launched.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            )
+
+    try:
+        with Deployment.attach(
+            ("127.0.0.1", 0),
+            authkey,
+            golden_root,
+            Layout(tp=2),
+            precision="fp32",
+            device="cpu",
+            num_slots=1,
+            max_tokens=64,
+            on_listening=launch,
+        ) as deployment:
+            assert deployment.generate(prompts["p7"]["token_ids"]) == prompts["p7"]["greedy_fp32"]
+            assert deployment.folder is None
+            with pytest.raises(DeploymentError, match="where torchrun was started"):
+                deployment.log_text(0)
+            pids = deployment.pids
+            os.kill(pids[1], signal.SIGKILL)
+            with pytest.raises(WorkerDiedError, match=r"rank 1 .* its connection ended"):
+                deployment.generate(prompts["p7"]["token_ids"])
+            wait_gone(pids, 5)
+        assert launched[0].wait(30) != 0, "torchrun reports the rank that was killed"
+    finally:
+        for process in launched:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def test_an_empty_key_is_refused(golden_root):
+    with pytest.raises(DeploymentError, match="empty key"):
+        Deployment.attach(("127.0.0.1", 0), b"", golden_root, Layout())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,143 @@
+"""Chats to train on: pictures with descriptions and questions, facts, and the mixtures of both that people type.
+
+A chat is messages of the serving side and the scenes behind their pictures. Questions and answers alone leave a small
+model blind: it learns the answers' frequencies first and stays there. Half of the picture chats therefore hold a dense
+description, in which every attribute of every object is a token to be predicted from the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from workbench.serving.inputs import ImagePart, Message, TextPart
+from workbench.training.data.domain import Fact, ask_fact
+from workbench.training.data.phrasing import one_of
+from workbench.training.data.questions import Question, ask, caption, describe, follow_up, kinds_of
+from workbench.training.data.scenes import Scene, make_scene
+
+__all__ = ["CHAT_KINDS", "NO_PICTURE_ANSWER", "Chat", "ChatKind", "Mixture", "make_chat", "picture_message"]
+
+ChatKind = Literal["picture", "two_pictures", "told", "facts", "mixed", "no_picture"]
+CHAT_KINDS: tuple[ChatKind, ...] = get_args(ChatKind)
+NO_PICTURE_ANSWER = "I see no picture. Please add one."
+_NO_PICTURE_FACT = "no-picture"  # its answer is wrong where there is a picture
+_TOLD = ("There is a picture. {caption} {question}", "Read this: {caption} {question}", "{caption} {question}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """Shares of the kinds of chat, which sum to one, and how many of the picture chats hold a description.
+
+    picture        one picture, described and asked about
+    two_pictures   a second picture arrives later in the chat; questions are about the newest one
+    told           the description stands in the question, there is no picture
+    facts          one to three facts, no picture
+    mixed          a picture and its question, and a fact
+    no_picture     a question about a picture that is not there
+    """
+
+    picture: float = 0.68
+    two_pictures: float = 0.03
+    told: float = 0.03
+    facts: float = 0.22
+    mixed: float = 0.03
+    no_picture: float = 0.01
+    description_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        shares = [getattr(self, kind) for kind in CHAT_KINDS]
+        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6 or not 0 <= self.description_share <= 1:
+            raise ValueError(f"shares {shares} do not sum to one, or description_share is no share: {self}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """Messages in turns, user first; `scenes` are those of the ImageParts in order of appearance."""
+
+    kind: ChatKind
+    messages: tuple[Message, ...]
+    scenes: tuple[Scene, ...] = ()
+
+
+def make_chat(rng: np.random.Generator, facts: Sequence[Fact], mixture: Mixture) -> Chat:
+    """A chat of the training side: scenes and phrasings that are held out do not occur."""
+    shares = np.cumsum([getattr(mixture, kind) for kind in CHAT_KINDS])
+    kind = CHAT_KINDS[min(int(np.searchsorted(shares, rng.random(), side="right")), len(CHAT_KINDS) - 1)]
+    if kind == "facts":
+        turns = [_fact_turn(rng, facts) for _ in range(int(rng.integers(1, 4)))]
+        return Chat(kind=kind, messages=_in_turns(turns))
+    if kind == "no_picture":
+        question = _some_question(make_scene(rng), rng)
+        return Chat(kind=kind, messages=_in_turns([(question.text, NO_PICTURE_ANSWER)]))
+    if kind == "told":
+        scene = make_scene(rng)
+        question = _some_question(scene, rng)
+        text = one_of(rng, _TOLD).format(caption=caption(scene), question=question.text)
+        return Chat(kind=kind, messages=_in_turns([(text, question.answer)]))
+    if kind == "mixed":
+        scene, question = _asked_scene(rng)
+        about_picture = int(rng.integers(2))  # turn of the question; its picture comes with it or earlier
+        turns = [_fact_turn(rng, [fact for fact in facts if fact.fact_id != _NO_PICTURE_FACT])]
+        turns.insert(about_picture, (question.text, question.answer))
+        messages = _in_turns(turns, picture_at=[int(rng.integers(about_picture + 1))])
+        return Chat(kind=kind, messages=messages, scenes=(scene,))
+    if kind == "two_pictures":
+        asked = [_asked_scene(rng) for _ in range(2)]
+        turns = [(question.text, question.answer) for _, question in asked]
+        messages = _in_turns(turns, picture_at=[0, 1])
+        return Chat(kind=kind, messages=messages, scenes=tuple(scene for scene, _ in asked))
+    scene = make_scene(rng)
+    questions = _talk(scene, rng, has_description=rng.random() < mixture.description_share)
+    messages = _in_turns([(q.text, q.answer) for q in questions], picture_at=[0], picture_first=rng.random() < 0.85)
+    return Chat(kind=kind, messages=messages, scenes=(scene,))
+
+
+def picture_message(text: str, *, picture_first: bool = True) -> Message:
+    """A user's message with one picture and a text."""
+    parts = (ImagePart(), TextPart(text))
+    return Message("user", parts if picture_first else parts[::-1])
+
+
+def _talk(scene: Scene, rng: np.random.Generator, *, has_description: bool) -> list[Question]:
+    """Questions about one picture; the description comes first or last, so that answers are not always copied from it."""
+    count = int(rng.integers(0, 3)) if has_description else int(rng.integers(1, 5))
+    questions: list[Question] = []
+    while len(questions) < count:
+        last = questions[-1] if questions else None
+        after = follow_up(last, rng) if last and not last.form.startswith("follow") and rng.random() < 0.25 else None
+        questions.append(after or _some_question(scene, rng))
+    if has_description:
+        questions.insert(0 if rng.random() < 0.6 else len(questions), describe(scene, rng))
+    return questions
+
+
+def _some_question(scene: Scene, rng: np.random.Generator) -> Question:
+    kinds = kinds_of(scene)
+    while True:  # every scene has a kind of question that never fails
+        question = ask(scene, kinds[int(rng.integers(len(kinds)))], rng)
+        if question is not None:
+            return question
+
+
+def _asked_scene(rng: np.random.Generator) -> tuple[Scene, Question]:
+    scene = make_scene(rng)
+    return scene, _some_question(scene, rng)
+
+
+def _fact_turn(rng: np.random.Generator, facts: Sequence[Fact]) -> tuple[str, str]:
+    fact = facts[int(rng.integers(len(facts)))]
+    return ask_fact(fact, rng), fact.answer
+
+
+def _in_turns(
+    turns: Sequence[tuple[str, str]], *, picture_at: Sequence[int] = (), picture_first: bool = True
+) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    for idx, (text, answer) in enumerate(turns):
+        user = picture_message(text, picture_first=picture_first) if idx in picture_at else Message("user", text)
+        messages += (user, Message("assistant", answer))
+    return tuple(messages)
