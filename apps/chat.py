@@ -20,9 +20,11 @@ from apps.conversation import ChatService, Conversation, Options, stream_answer
 from apps.weights import describe_weights
 from workbench.base import WorkbenchError
 from workbench.deployment import Deployment
-from workbench.placement import choose_layout
-from workbench.serving import ImageProcessor, MultimodalInferenceService, read_tokenizer
+from workbench.placement import Layout, choose_layout
+from workbench.serving import MultimodalInferenceService
+from workbench.serving.open import open_service
 from workbench.spec import read_spec
+from workbench.view import terminal_progress
 
 __all__ = ["build_app", "launch", "main", "running_service"]
 
@@ -155,44 +157,56 @@ def launch(app: gr.Blocks, *, port: int | None = None, wait: bool = True) -> str
 
 @contextmanager
 def running_service(
-    model: Path, *, ranks: int, precision: str = "bf16", device: str = "cpu", num_slots: int = 4, context: int = 4096
+    model: Path,
+    layout: Layout,
+    *,
+    precision: str = "mxfp4",
+    device: str = "auto",
+    num_slots: int = 4,
+    context: int = 4096,
 ) -> Iterator[tuple[MultimodalInferenceService, str]]:
-    """A service over `ranks` processes, with the facts to show about it; ends the processes on leaving.
+    """A service over the ranks of `layout`, with the facts to show about it; ends the processes on leaving.
 
     Raises WorkbenchError where the model cannot be read, spread or loaded.
     """
-    spec = read_spec(model)
-    layout = choose_layout(spec, ranks)
-    tokenizer = read_tokenizer(model, spec)
-    processor = ImageProcessor(spec.image) if spec.image is not None else None
-    context = min(context, spec.max_context)
-    facts = (
-        f"**{model}** · {describe_weights(model)} · {ranks} ranks ({layout}) on {device}, {precision} · "
-        f"conversations of up to {context:,} tokens"
-    )
+    context = min(context, read_spec(model).max_context)
     with (
+        terminal_progress(layout.world_size) as progress,
         Deployment.start(
-            model, layout, precision=precision, device=device, num_slots=num_slots, max_tokens=context
+            model,
+            layout,
+            precision=precision,
+            device=device,
+            num_slots=num_slots,
+            max_tokens=context,
+            on_progress=progress,
         ) as deployment,
-        MultimodalInferenceService(deployment, tokenizer, processor) as service,
+        open_service(deployment, model) as service,
     ):
-        yield service, facts
+        ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
+        yield (
+            service,
+            f"**{model}** · {describe_weights(model)} · {ranks} ({layout}) on {deployment.stats()[0].device}, "
+            f"{precision} · conversations of up to {context:,} tokens",
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Chat with a checkpoint on several ranks of this machine.")
     parser.add_argument("--model", type=Path, default=Path("data/k3-tiny"), help="checkpoint folder")
-    parser.add_argument("--ranks", type=int, default=2, help="worker processes")
-    parser.add_argument("--precision", default="bf16", help="fp32, bf16, fp8, int8, int4 or mxfp4")
-    parser.add_argument("--device", default="cpu", help="device type of the ranks")
+    parser.add_argument("--ranks", type=int, default=2, help="number of processes; a layout is chosen")
+    parser.add_argument("--layout", help="layout such as tp2 or pp2xtp4 (instead of --ranks)")
+    parser.add_argument("--precision", default="mxfp4", help="fp32, bf16, fp8, int8, int4 or mxfp4")
+    parser.add_argument("--device", default="auto", help="device type of the ranks (default: an accelerator, else cpu)")
     parser.add_argument("--slots", type=int, default=4, help="answers under way at the same time")
     parser.add_argument("--context", type=int, default=4096, help="tokens of a conversation, answer included")
     parser.add_argument("--port", type=int, default=None, help="port on 127.0.0.1 (default: a free one from 7860)")
     args = parser.parse_args(arguments)
     try:
+        layout = Layout.parse(args.layout) if args.layout else choose_layout(read_spec(args.model), args.ranks)
         with running_service(
             args.model,
-            ranks=args.ranks,
+            layout,
             precision=args.precision,
             device=args.device,
             num_slots=args.slots,

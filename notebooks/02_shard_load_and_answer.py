@@ -27,12 +27,14 @@
 # %%
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from workbench.base import Table, WorkerDiedError
+from workbench.base import Table, WorkerDiedError, human
 from workbench.checkpoint import k3_config, write_checkpoint
 from workbench.cluster import measure_memory_copy
 from workbench.deployment import Deployment
@@ -84,42 +86,34 @@ with LoadProgressView(num_ranks=NUM_RANKS) as progress:
 deployment
 
 # %%
-keys = ("bytes_assigned", "bytes_read", "read_ratio", "num_reads", "resident_bytes", "seconds")
-rows = tuple((f"rank {rank}", *(stats[key] for key in keys)) for rank, stats in enumerate(deployment.load_stats))
+stats = deployment.load_stats
+keys = ("bytes_assigned", "bytes_read", "num_reads", "resident_bytes", "seconds")
+rows = tuple((f"rank {rank}", *(row[key] for key in keys)) for rank, row in enumerate(stats))
 Table(columns=("", *keys), rows=rows)
 
 # %%
-for rank, stats in enumerate(deployment.load_stats):
-    assert stats["bytes_read"] == stats["bytes_assigned"] == held[rank]
+assert all(row["bytes_read"] == row["bytes_assigned"] == held[rank] for rank, row in enumerate(stats))
 
 # %% [markdown]
 # ## 3 The ledger
 #
-# While loading, every rank keeps a book: for each parameter the rows that were written, from which file and offset, with
-# which conversion, and the norm of what came out. A row that is missing or written twice fails the load by name.
+# While loading, every rank keeps a book: for each parameter the rows that were written, from which file and offset,
+# with which conversion, and the norm of what came out. A row that is missing or written twice fails the load by name.
 
 # %%
 ledgers = deployment.ledgers
-keys = ("entries", "rows", "rows_written", "bytes", "files")
-Table(columns=("", *keys), rows=tuple((f"rank {book['rank']}", *(book[key] for key in keys)) for book in ledgers))
+keys = ("rank", "entries", "rows", "rows_written", "bytes", "files")
+Table(columns=keys, rows=tuple(tuple(book[key] for key in keys) for book in ledgers))
 
 # %%
 books = [{(line["name"], line["slot"]): line for line in book["parameters"]} for book in ledgers]
 names = ["embed.weight", "layers.0.mixer.q_proj.weight", "layers.3.mixer.kv_b_proj.weight", "head.weight"]
-rows = tuple(
-    (
-        name,
-        rank,
-        line["rows"],
-        line["sources"][0]["file"],
-        line["sources"][0]["offset"],
-        line["transform"],
-        line["norm"],
-    )
-    for name in names
-    for rank, line in enumerate(book[name, None] for book in books)
-)
-Table(columns=("parameter", "rank", "rows", "file", "offset", "conversion", "norm"), rows=rows)
+rows = []
+for name in names:
+    for rank, line in enumerate(book[name, None] for book in books):
+        first = line["sources"][0]
+        rows.append((name, rank, line["rows"], first["file"], first["offset"], line["transform"], line["norm"]))
+Table(columns=("parameter", "rank", "rows", "file", "offset", "conversion", "norm"), rows=tuple(rows))
 
 # %% [markdown]
 # Squares of norms add up over the pieces of a matrix. So both ranks together must have the norm of the whole matrix,
@@ -162,12 +156,14 @@ print(picture_answer.usage)
 assert picture_answer.usage.image_tokens == 30
 
 # %% [markdown]
-# The same question again, token by token as they come. It may be left at any moment; leaving frees its place.
+# The same question again, piece by piece as the text comes. Leaving the block early would stop the request and free its
+# place.
 
 # %%
+began_s = time.perf_counter()
 with service.stream("What does the picture show?", PICTURE, max_tokens=MAX_TOKENS) as reply:
-    for piece in reply:
-        print(piece, end="|")
+    arrived = [(repr(piece), f"{time.perf_counter() - began_s:.3f}") for piece in reply]
+Table(columns=("piece", "seconds after asking"), rows=(*arrived[:4], ("…", "…"), arrived[-1]))
 
 # %%
 assert reply.answer.token_ids == picture_answer.token_ids  # temperature 0: the same tokens every time
@@ -175,8 +171,8 @@ assert reply.answer.token_ids == picture_answer.token_ids  # temperature 0: the 
 # %% [markdown]
 # ## 5 Two ranks answer as one
 #
-# The single rank from section 3 gets the same questions. Sums are taken in another order there, so log probabilities may
-# differ in the last digits of fp32, around 1e-5. The tokens must not differ at all.
+# The single rank from section 3 gets the same questions. Sums are taken in another order there, so log probabilities
+# may differ in the last digits of fp32, around 1e-5. The tokens must not differ at all.
 
 # %%
 with MultimodalInferenceService(alone, tokenizer, processor) as single:
@@ -203,14 +199,14 @@ assert picture_answer.token_ids == same_picture.token_ids
 # %% [markdown]
 # ## 6 How fast
 #
-# A token must read the weights it touches at least once. That gives a floor: bytes touched, divided over the ranks, over
-# the rate of this memory, which we measure first.
+# A token must read the weights it touches at least once. That gives a floor: bytes touched, divided over the ranks,
+# over the rate of this memory, which we measure first.
 
 # %%
 memory = measure_memory_copy()
 touched = count_model(spec).active_weight_bytes * 2 / NUM_RANKS  # 16 bits on disk, 32 bits in memory here
 floor_s = touched / memory.value
-print(f"{memory}\nfloor {floor_s * 1e6:.0f} us a token")
+print(f"memory: {memory}\nfloor: {human(floor_s, 's')} a token")
 
 # %%
 timings = picture_answer.timings
@@ -218,9 +214,10 @@ series = tuple(
     Series(name=name, x=tuple(range(1, len(answer.timings.token_s) + 1)), y=answer.timings.token_s)
     for name, answer in (("text question", text_answer), ("picture question", picture_answer))
 )
+first, following = human(timings.first_token_s, "s"), human(timings.per_token_s, "s")
 show(
     LineChart(
-        title=f"First token after {timings.first_token_s * 1e3:.0f} ms, then one every {timings.per_token_s * 1e3:.0f} ms",
+        title=f"With a picture the first token comes after {first}, then one every {following}",
         series=series,
         x_label="token",
         x_unit="",
@@ -231,9 +228,9 @@ show(
 print(f"measured over floor: {timings.per_token_s / floor_s:,.0f} times")
 
 # %% [markdown]
-# The ratio is enormous because the model is tiny: the time goes into starting some thousand small operations and into the
-# rounds between the ranks, not into reading weights. On the published model one token touches 137 GB, and there the floor
-# is what counts.
+# The ratio is enormous because the model is tiny: the time goes into starting some thousand small operations and into
+# the rounds between the ranks, not into reading weights. On the published model one token touches 137 GB, and there the
+# floor is what counts.
 
 # %% [markdown]
 # ## 7 A load worth watching
@@ -252,15 +249,18 @@ with (
     LoadProgressView(num_ranks=NUM_RANKS) as progress,
     Deployment.start(larger, layout, on_progress=progress) as larger_deployment,
 ):
-    stats = larger_deployment.load_stats
+    larger_stats = larger_deployment.load_stats
 folder.cleanup()
 
 # %%
-show(progress.chart())
+keys = ("bytes_assigned", "bytes_read", "seconds", "bytes_per_s", "peak_host_bytes", "resident_bytes")
+rows = tuple((f"rank {rank}", *(row[key] for key in keys)) for rank, row in enumerate(larger_stats))
+Table(columns=("", *keys), rows=rows)
 
 # %%
 assert progress.watch.snapshot().is_done
-assert sum(rank["bytes_read"] for rank in stats) <= 1.02 * sum(rank["bytes_assigned"] for rank in stats)
+assert progress.num_redraws >= 2  # it moved while the cell was waiting
+assert all(row["bytes_read"] <= 1.02 * row["bytes_assigned"] for row in larger_stats)
 
 # %% [markdown]
 # ## 8 A rank dies
@@ -283,6 +283,7 @@ assert "SIGKILL" in died
 # %%
 service.stop()
 deployment.close()
+assert "torch" not in sys.modules  # everything was computed by the ranks, nothing in this kernel
 deployment
 
 # %% [markdown]

@@ -16,6 +16,7 @@ from playwright.sync_api import BrowserContext, Page, sync_playwright
 from scripted import ScriptedService
 
 from apps.chat import build_app, launch, running_service
+from workbench.placement import Layout
 from workbench.serving import MultimodalInferenceService
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,7 @@ EXTERNAL = "http://198.51.100.7/picture.png"  # an address reserved for document
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.filterwarnings("ignore::pandas.errors.Pandas4Warning"),  # gradio's own use of pandas
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on this machine"),
 ]
 
@@ -96,7 +98,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[tuple[MultimodalInferenceService, str]]:
-    with running_service(MODEL, ranks=2) as (service, facts):
+    with running_service(MODEL, Layout(tp=2, ep=2), device="cpu") as (service, facts):
         app = build_app(service, facts=facts)
         yield service, launch(app, wait=False)
         app.close()
@@ -109,7 +111,7 @@ def test_picture_question_streams_stops_and_is_answered_on_two_ranks(
     service, url = ranks
     visitor = Visitor(browser, url)
     assert "random weights" in visitor.page.locator("#facts").inner_text()
-    assert "2 ranks" in visitor.page.locator("#facts").inner_text()
+    assert "2 ranks (tp2xep2) on cpu" in visitor.page.locator("#facts").inner_text()
 
     # Text grows while the answer is under way.
     visitor.ask("What does the picture show?", IMAGES / "house.png")

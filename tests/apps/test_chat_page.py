@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import httpx
+import psutil
 import pytest
 from scripted import ScriptedService
 
@@ -137,6 +141,7 @@ def test_embedded_checkpoint_says_that_it_is_random() -> None:
     [
         (["--model", "no/such/folder"], "no/such/folder"),
         (["--model", str(ROOT / "data" / "k3-tiny"), "--ranks", "23"], "no layout of 23 ranks"),
+        (["--model", str(ROOT / "data" / "k3-tiny"), "--layout", "tq2"], "layout 'tq2' is not readable"),
     ],
 )
 def test_unusable_arguments_end_with_one_line(arguments: list[str], message: str) -> None:
@@ -144,3 +149,21 @@ def test_unusable_arguments_end_with_one_line(arguments: list[str], message: str
         main(arguments)
     assert str(caught.value).startswith("error: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.ranks
+def test_interrupt_ends_the_page_and_its_ranks() -> None:
+    command = [sys.executable, "-m", "apps.chat", "--device", "cpu", "--layout", "tp2"]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert line.startswith("chat is at http://127.0.0.1:"), line + server.stdout.read()
+        ranks = psutil.Process(server.pid).children(recursive=True)
+        assert len(ranks) == 2
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=60) == 0
+        gone, alive = psutil.wait_procs(ranks, timeout=10)
+        assert (len(gone), alive) == (2, [])
+    finally:
+        server.kill()

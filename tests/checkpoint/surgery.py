@@ -1,4 +1,4 @@
-"""Taking a checkpoint apart and putting it together again with one fault in it."""
+"""Taking a checkpoint apart, putting it together again with one fault in it, and asking the audit about it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from workbench.checkpoint import AuditReport, Finding, FindingKind, audit
+
+PREFIX = "language_model.model.layers."
+EXPERT = f"{PREFIX}1.block_sparse_moe.experts."
 INDEX = "model.safetensors.index.json"
 Stored = tuple[str, list[int], bytes]  # dtype, shape, data
 
@@ -64,3 +68,13 @@ def holder(root: Path, name: str) -> Path:
 
 def shards(root: Path) -> list[Path]:
     return sorted(root.glob("*.safetensors"))
+
+
+def only(report: AuditReport, kind: FindingKind) -> Finding:
+    """The single finding of a kind; fails where there is none or another."""
+    (finding,) = report.of_kind(kind)
+    return finding
+
+
+def error_kinds(root: Path) -> set[str]:
+    return {finding.kind for finding in audit(root).errors}

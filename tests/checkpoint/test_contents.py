@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import surgery
 
+from workbench.base import CheckpointError
 from workbench.checkpoint import Checkpoint, audit, read_header
 from workbench.checkpoint import content as content_module
 from workbench.checkpoint.content import ContentScan, sample_file, scan_file
@@ -134,6 +135,14 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_not_a_signal(
 ) -> None:
     header = Checkpoint.open(f0).headers[SHARD]
     os.truncate(f0 / SHARD, 4096)
-    (finding,) = look(f0 / SHARD, header, {}).findings
-    assert finding.kind == "unreadable"
-    assert "while it was being read" in finding.message
+    with pytest.raises(CheckpointError, match=f"{SHARD}: file ended at byte .* while it was being read"):
+        look(f0 / SHARD, header, {})
+
+
+def test_a_shard_that_cannot_be_read_any_more_is_a_finding(f0: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, *_: object) -> ContentScan:
+        raise CheckpointError("read error at byte 0: Input/output error", where=path)
+
+    monkeypatch.setattr(sys.modules["workbench.checkpoint.audit"], "scan_file", fail)
+    findings = audit(f0).of_kind("unreadable")
+    assert [finding.file for finding in findings] == [path.name for path in surgery.shards(f0)]

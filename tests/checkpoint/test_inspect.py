@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -13,13 +12,10 @@ from pathlib import Path
 
 import pytest
 import surgery
+from k3_published import CONFIG, INDEX
 
 from workbench.base import CheckpointError, ConfigError
 from workbench.checkpoint import F1, audit, inspect_checkpoint, k3_config, write_checkpoint
-
-REFERENCE = Path(os.environ.get("WORKBENCH_REFERENCE", Path(__file__).resolve().parents[3] / "shared" / "reference"))
-CONFIG = REFERENCE / "configs" / "moonshotai__Kimi-K3.json"
-INDEX = REFERENCE / "kimi-k3.model.safetensors.index.json.gz"
 
 
 def test_a_bare_config_is_enough(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """The goldens on several real processes: every layout answers as one rank does, in logits and in greedy tokens.
 
 Bounds. Another layout adds the same float32 numbers in another order, nothing else. One rounding is 6e-8 of a value;
-over the few thousand additions behind a logit of this size (standard deviation about 6) layouts differ from one rank by
-up to 2e-4 absolute and 3e-6 relative (norm of the difference over norm), no more than the reference differs from itself
-between one pass and token-by-token decoding (6e-5) together with an independent float64 implementation (1.7e-4). The
-limits are 5e-4 and 1e-5; the smallest mistake that the goldens list (an L2 epsilon of 1e-5) makes 1e-4 relative.
+over the few thousand additions behind a logit (standard deviation about 6) layouts were seen to differ from one rank by
+up to 2e-4 absolute and 3e-6 relative (norm of the difference over norm) on the set in this repository, and by 4e-4 and
+9e-6 on a random one with a tower split by heads. An independent float64 implementation differs from the reference as
+much (2.6e-4, 5e-6). The limits are 1e-3 and 2e-5, the goldens' own; the smallest mistake that they list (an L2 epsilon
+of 1e-5) makes 1e-4.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from workbench.spec import read_json, read_spec
 pytestmark = pytest.mark.ranks
 
 NUM_TOKENS = 16
-ABSOLUTE, RELATIVE = 5e-4, 1e-5
+ABSOLUTE, RELATIVE = 1e-3, 2e-5
 GOLDEN_RELATIVE = 2e-5  # the goldens' own limit for a float32 implementation
 
 LAYOUTS = [
@@ -170,7 +171,7 @@ def test_uneven_stages_in_every_place_equal_one_rank(golden_dir: Path) -> None:
 
 def test_the_comparison_notices_a_swapped_prompt_and_a_small_error(golden_dir: Path) -> None:
     sound = one_rank(golden_dir, "fp32")
-    with pytest.raises(AssertionError, match=r"p7: relative .* over 1e-05"):
-        check_outcome("p7", Outcome(sound["p7"].logits * (1 + 2e-5), sound["p7"].tokens), sound["p7"], golden_dir)
+    with pytest.raises(AssertionError, match=r"p7: relative .* over 2e-05"):
+        check_outcome("p7", Outcome(sound["p7"].logits * (1 + 3e-5), sound["p7"].tokens), sound["p7"], golden_dir)
     with pytest.raises(AssertionError, match="p64"):
         check_outcome("p64", Outcome(sound["p64"].logits, sound["p7"].tokens), sound["p64"], golden_dir)

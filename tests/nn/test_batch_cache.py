@@ -105,3 +105,11 @@ def test_a_batch_outside_the_cache_is_refused() -> None:
         cache.check(batch_of([(2, 0, [1])]))
     with pytest.raises(RequestError, match="slot 1 grows to 11 tokens"):
         cache.check(batch_of([(0, 0, [1]), (1, 9, [1, 2])]))
+
+
+def test_a_cache_never_grows_a_graph_of_past_steps() -> None:
+    model = tiny_model().requires_grad_(True)
+    cache = tiny_cache(model)
+    model(batch_of([(0, 0, [1, 2, 3])]), cache=cache)
+    model(batch_of([(0, 3, [4])]), cache=cache)
+    assert not any(x.requires_grad for table in (cache.conv, cache.state, cache.latent) for x in table.values())

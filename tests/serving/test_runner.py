@@ -25,7 +25,8 @@ from workbench.serving import (
 )
 from workbench.serving import runner as runner_module
 from workbench.serving.inputs import expand_images
-from workbench.serving.runner import build_batch, runner_info
+from workbench.serving.runner import build_batch
+from workbench.serving.steps import runner_info
 from workbench.spec import read_spec
 
 LOGITS_LIMIT = 1e-3  # absolute, as tests/golden/k3-tiny-a allows for a float32 implementation

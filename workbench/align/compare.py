@@ -40,11 +40,11 @@ class Tolerance:
 
 
 FP32_TOLERANCE = Tolerance(
-    relative=2e-5,
+    relative=5e-5,
     peak=5e-4,
     route_margin=2e-6,
     logit_gap=1e-3,
-    reason="fp32 rounding; independent fp32 and float64 implementations differ by less than 7e-6",
+    reason="fp32 rounding grows to about 1e-5 through nine layers; a wrong epsilon shows as 1e-4 or more",
 )
 _BY_PRECISION = {
     "fp32": FP32_TOLERANCE,

@@ -138,19 +138,22 @@ class ParityReport:
         note = f"limit: relative {limit.relative:.0e} ({limit.reason}); {self.seconds:.1f} s"
         return Table(columns=columns, rows=tuple(rows), title=self.verdict(), note=note)
 
-    def by_layer(self) -> Table:
-        """Largest relative difference per layer over all prompts: where error enters and how it grows."""
+    def worst_by_layer(self) -> dict[int, TensorDiff]:
+        """The largest relative difference in each layer over all prompts: where error enters and how it grows."""
         worst: dict[int, TensorDiff] = {}
-        for comparison in self.comparisons:
-            for diff in comparison.diffs:
-                layer = layer_of(diff.name)
-                if layer is None or short_name(diff.name) in ("topk_idx", "route_margin"):
-                    continue
-                if layer not in worst or diff.relative > worst[layer].relative:
-                    worst[layer] = diff
+        for diff in (diff for comparison in self.comparisons for diff in comparison.diffs):
+            layer = layer_of(diff.name)
+            if layer is None or short_name(diff.name) in ("topk_idx", "route_margin", "route_regret"):
+                continue
+            if layer not in worst or diff.relative > worst[layer].relative:
+                worst[layer] = diff
+        return dict(sorted(worst.items()))
+
+    def by_layer(self) -> Table:
+        """`worst_by_layer` as a table."""
         rows = tuple(
             (layer, f"{diff.relative:.1e}", short_name(diff.name), f"{diff.max_abs:.1e}")
-            for layer, diff in sorted(worst.items())
+            for layer, diff in self.worst_by_layer().items()
         )
         return Table(columns=("layer", "worst relative", "tensor", "max|d|"), rows=rows)
 
@@ -185,8 +188,9 @@ class ParityReport:
 
 
 def _is_captured(name: str) -> bool:
-    """What a forward capture must bring: not the reference's margins, nor the inside of the vision tower."""
-    return short_name(name) not in ("route_margin", "route_regret") and not name.startswith("image")
+    """What a forward capture must bring: not the router's scores, nor the inside of the vision tower."""
+    is_inside = short_name(name) in ("router_scores", "route_margin", "route_regret")
+    return not is_inside and not name.startswith("image")
 
 
 def check_parity(

@@ -134,7 +134,11 @@ def _check_contents(
     bytes_read = 0
     for header in whole:
         look = scan_file if is_full else sample_file
-        scan = look(survey.root / header.file, header, expected)
+        try:
+            scan = look(survey.root / header.file, header, expected)
+        except CheckpointError as error:
+            findings.append(Finding(kind="unreadable", severity="error", file=header.file, message=str(error)))
+            continue
         findings += scan.findings
         bytes_read += scan.bytes_read
     if is_full:

@@ -45,7 +45,10 @@ class ContentScan:
 
 
 def scan_file(path: Path, header: ShardHeader, expected: Mapping[str, TensorSpec]) -> ContentScan:
-    """Read all data of one file once: zero-filled extents, zero tensors, scale bytes. Memory: one chunk."""
+    """Read all data of one file once: zero-filled extents, zero tensors, scale bytes. Memory: one chunk.
+
+    Raises CheckpointError on a read error and where the file has become shorter than its header was read with.
+    """
     scan = ContentScan()
     entries = [entry for entry in header.entries.values() if entry.num_bytes]
     begins = [entry.begin for entry in entries]
@@ -69,9 +72,6 @@ def scan_file(path: Path, header: ShardHeader, expected: Mapping[str, TensorSpec
                 if _is_scale(expected.get(entry.name)):
                     low, high = seen.get(idx, (255, 0))
                     seen[idx] = (min(low, int(piece.min())), max(high, int(piece.max())))
-    except CheckpointError as error:
-        scan.findings.append(Finding(kind="unreadable", severity="error", file=header.file, message=str(error)))
-        return scan
     finally:
         os.close(fd)
     zero_names = {entries[idx].name for idx in np.flatnonzero(is_zero)}
@@ -88,7 +88,10 @@ def scan_file(path: Path, header: ShardHeader, expected: Mapping[str, TensorSpec
 
 
 def sample_file(path: Path, header: ShardHeader, expected: Mapping[str, TensorSpec]) -> ContentScan:
-    """Look at a file without reading it all: its map of holes, evenly spaced windows, heads of some scale tensors."""
+    """Look at a file without reading it all: its map of holes, evenly spaced windows, heads of some scale tensors.
+
+    Raises CheckpointError as `scan_file` does.
+    """
     scan = ContentScan()
     entries = [entry for entry in header.entries.values() if entry.num_bytes]
     begins = [entry.begin for entry in entries]
@@ -112,9 +115,6 @@ def sample_file(path: Path, header: ShardHeader, expected: Mapping[str, TensorSp
                 scan.findings.append(_zero_tensor(entry, expected))
             else:
                 scan.findings += _judge_scale(entry, int(head.min()), int(head.max()))
-    except CheckpointError as error:
-        scan.findings.append(Finding(kind="unreadable", severity="error", file=header.file, message=str(error)))
-        return scan
     finally:
         os.close(fd)
     merged_runs: list[tuple[int, int]] = []

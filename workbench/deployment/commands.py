@@ -32,7 +32,7 @@ COMMANDS = ("load", "ledger", "encode", "drop", "step", "forward", "stats", "pin
 
 
 class RankCommands:
-    """The commands of one rank. Those for one replica are sent to all ranks, with the inputs of all replicas."""
+    """The commands of one rank. All ranks get each command together, each with what its own replica needs."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -114,35 +114,32 @@ class RankCommands:
         result: dict[str, object] = json.loads(self._model.ledger.to_json())
         return result
 
-    def _encode(self, *, replica: int, images: Sequence[EncodeImage]) -> None:
-        if self._replica == replica:
-            self.runner.encode_images(images)
+    def _encode(self, *, images: Sequence[EncodeImage]) -> None:
+        self.runner.encode_images(images)
 
-    def _drop(self, *, replica: int, keys: Collection[str]) -> None:
-        if self._replica == replica:
-            self.runner.drop_images(keys)
+    def _drop(self, *, keys: Collection[str]) -> None:
+        self.runner.drop_images(keys)
 
-    def _step(self, *, resets: Sequence[tuple[int, int]], inputs: Sequence[StepInput]) -> list[SampledToken] | None:
+    def _step(self, *, resets: Sequence[int], steps: StepInput) -> list[SampledToken] | None:
         """Tokens on the rank that samples for its replica, None elsewhere."""
-        for replica, slot in resets:
-            if replica == self._replica:
-                self.runner.reset_slot(slot)
-        tokens = self.runner.step(inputs[self._replica])
+        for slot in resets:
+            self.runner.reset_slot(slot)
+        tokens = self.runner.step(steps)
         return tokens if self.runner.is_sampler else None
 
     def _forward(
         self,
         *,
-        inputs: Sequence[StepInput],
-        images: Sequence[Sequence[EncodeImage]],
+        steps: StepInput,
+        images: Sequence[EncodeImage],
         capture: Sequence[str],
         use_cache: bool,
     ) -> tuple[list[np.ndarray] | None, dict[str, np.ndarray]]:
         """Whole sequences of this replica: logits (n, V) float32 of each on the sampler, and captured values."""
-        steps, runner = inputs[self._replica], self.runner
+        runner = self.runner
         kept = dict(runner.features)
         try:
-            runner.encode_images(images[self._replica])
+            runner.encode_images(images)
             with capturing(self._model.model, capture) as values:
                 logits, cache = runner.logits_of(steps, use_cache=use_cache)
         finally:
@@ -187,10 +184,6 @@ class RankCommands:
         if self._loaded is None:
             raise DeploymentError("no model is loaded", next_step="Send 'load' first")
         return self._loaded
-
-    @property
-    def _replica(self) -> int:
-        return self._model.ctx.coords.dp
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:

@@ -24,7 +24,7 @@ __all__ = ["Control", "Member"]
 
 GRACE_S = 5.0  # how long the other ranks may take to answer once one has failed
 EXIT_WAIT_S = 3.0  # how long a rank may take to be gone once its connection is
-STATUS_WAIT_S = 1.0  # how long a rank may take to say what it is doing
+STATUS_WAIT_S = 2.0  # how long a rank may take to say what it is doing
 STATUS_ID = -1
 
 
@@ -224,6 +224,8 @@ class Control:
         if member.process is not None and how is None:
             how = f"closed its connection but is still {member.process.state()}"
         text = f"{member} died during {command!r}: {how or 'its connection ended'}"
+        if member.process is not None and (hint := member.process.hint()):
+            text += f"; {hint}"
         others = [m for m in self.members if m is not member and m.process is not None and m.process.exit_text()]
         if others:
             text += "; also gone: " + ", ".join(f"{m} ({m.process.exit_text()})" for m in others if m.process)
@@ -237,8 +239,14 @@ class Control:
         missing = [member for member in self.members if member.rank not in answered]
         statuses = self._statuses(exclude=answered)
         lines = []
-        # Who does not even say what it is doing comes first, then who has entered the fewest collectives.
-        order = sorted(missing, key=lambda m: statuses[m.rank].num_collectives if m.rank in statuses else -1)
+
+        def standing(member: Member) -> tuple[bool, bool, int]:
+            """Stopped before running, mute before talking, then by collectives entered."""
+            is_stopped = member.process is not None and member.process.state() == "stopped"
+            status = statuses.get(member.rank)
+            return (not is_stopped, status is not None, status.num_collectives if status is not None else 0)
+
+        order = sorted(missing, key=standing)
         for member in order:
             state = f", {member.process.state()}" if member.process is not None else ""
             if member.rank in statuses:

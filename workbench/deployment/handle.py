@@ -24,10 +24,18 @@ from workbench.deployment.gather import gather_ranks
 from workbench.deployment.protocol import Address, Door
 from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, RankStats
 from workbench.deployment.supervise import RankProcess, kill_ranks, start_ranks
-from workbench.placement import Layout
+from workbench.placement import Layout, check_layout
 from workbench.serving.requests import PlacedImage, SamplingParams
-from workbench.serving.steps import EncodeImage, ImageSpan, RunnerInfo, SampledToken, SequenceStep, StepInput
-from workbench.spec import ModelSpec
+from workbench.serving.steps import (
+    EncodeImage,
+    ImageSpan,
+    RunnerInfo,
+    SampledToken,
+    SequenceStep,
+    StepInput,
+    runner_info,
+)
+from workbench.spec import ModelSpec, read_spec
 
 __all__ = ["Deployment", "Timeouts"]
 
@@ -66,6 +74,7 @@ class Deployment:
         self.reports = tuple(reports)
         self.folder = folder
         self._control = control
+        self._coords = [layout.coords(rank) for rank in range(layout.world_size)]
         self._resets: list[tuple[int, int]] = []
         self._finalizer = weakref.finalize(self, _end, control, folder)
 
@@ -94,6 +103,9 @@ class Deployment:
         WorkerDiedError for one that ended, DeploymentError for one that hangs; nothing is left running then.
         """
         layout, timeouts = layout or Layout(), timeouts or Timeouts()
+        spec = read_spec(model_path)
+        check_layout(spec, layout)
+        runner_info(spec, layout, num_slots=num_slots, max_tokens=max_tokens)
         folder = Path(tempfile.mkdtemp(prefix="workbench-"))  # only its owner may enter
         address, authkey = str(folder / "control.sock"), secrets.token_bytes(32)
         ranks: list[RankProcess] = []
@@ -233,10 +245,13 @@ class Deployment:
         return tuple(cast(list[dict[str, object]], self._request("ledger")))
 
     def encode_images(self, replica: int, images: Sequence[EncodeImage]) -> None:
-        self._request("encode", {"replica": replica, "images": list(images)})
+        # Patches are large: they go to the ranks that embed them only.
+        self._request(
+            "encode", [{"images": list(images) if (at.dp, at.pp) == (replica, 0) else []} for at in self._coords]
+        )
 
     def drop_images(self, replica: int, keys: Collection[str]) -> None:
-        self._request("drop", {"replica": replica, "keys": list(keys)})
+        self._request("drop", [{"keys": list(keys) if at.dp == replica else []} for at in self._coords])
 
     def reset_slot(self, replica: int, slot: int) -> None:
         """Takes effect with the next step, which saves a round to all ranks."""
@@ -246,7 +261,8 @@ class Deployment:
         if len(inputs) != self.layout.dp:
             raise RequestError(f"{len(inputs)} inputs", expected=f"one for each of {self.layout.dp} replicas")
         resets, self._resets = self._resets, []
-        answers = self._request("step", {"resets": resets, "inputs": list(inputs)})
+        slots = [[slot for replica, slot in resets if replica == dp] for dp in range(self.layout.dp)]
+        answers = self._request("step", [{"resets": slots[at.dp], "steps": inputs[at.dp]} for at in self._coords])
         return [cast(list[SampledToken], answers[rank]) for rank in self._samplers()]
 
     def forward(
@@ -282,12 +298,15 @@ class Deployment:
             list[tuple[list[np.ndarray] | None, dict[str, np.ndarray]]],
             self._request(
                 "forward",
-                {
-                    "inputs": [tuple(steps) for steps in inputs],
-                    "images": [list(table.values()) for table in encode],
-                    "capture": list(capture),
-                    "use_cache": use_cache,
-                },
+                [
+                    {
+                        "steps": tuple(inputs[at.dp]),
+                        "images": list(encode[at.dp].values()),
+                        "capture": list(capture),
+                        "use_cache": use_cache,
+                    }
+                    for at in self._coords
+                ],
             ),
         )
         by_replica = [answers[rank][0] or [] for rank in self._samplers()]
@@ -351,8 +370,9 @@ class Deployment:
         last = self.layout.pp - 1
         return [self.layout.rank_at(pp=last, dp=dp, tp=0) for dp in range(self.layout.dp)]
 
-    def _request(self, name: str, args: Mapping[str, object] | None = None) -> list[object]:
-        return self._control.request(name, args or {}, timeout_s=self.timeouts.command_s)
+    def _request(self, name: str, args: Sequence[Mapping[str, object]] = ()) -> list[object]:
+        """Answers by rank; `args` by rank, or none for all."""
+        return self._control.request(name, args, timeout_s=self.timeouts.command_s)
 
 
 def _end(control: Control, folder: Path | None) -> None:

@@ -19,6 +19,10 @@ __all__ = ["RankProcess", "exit_text", "kill_ranks", "start_ranks"]
 WORKER = "workbench.deployment.worker"
 TAIL_LINES = 15
 TAIL_BYTES = 4096
+HINTS: dict[int, str] = {
+    signal.SIGKILL: "if nobody sent it, the kernel was out of memory",
+    signal.SIGBUS: "a mapped file or shared memory segment was cut or could not be read",
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +44,11 @@ class RankProcess:
             return exit_text(self.process.wait(wait_s) if wait_s else self.process.poll())
         except subprocess.TimeoutExpired:
             return None
+
+    def hint(self) -> str:
+        """What usually lies behind the signal that ended it; "" where there is nothing to say."""
+        code = self.process.poll()
+        return HINTS.get(-code, "") if code is not None else ""
 
     def state(self) -> str:
         """What the system says of the running process: "running", "sleeping", "stopped", ..."""

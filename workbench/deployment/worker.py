@@ -147,11 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="where logs and last words go; set by Deployment.start")
     parser.add_argument("--connect-timeout", type=float, default=120.0, metavar="S", help="wait so long for the handle")
     options = parser.parse_args(argv)
-    key_text = options.authkey_file.read_text() if options.authkey_file is not None else sys.stdin.readline()
-    try:
-        authkey = bytes.fromhex(key_text.strip())
-    except ValueError:
-        raise DeploymentError("the key is not hexadecimal", where=options.authkey_file or "stdin") from None
+    authkey = read_key(options.authkey_file)
     rank = int(os.environ.get("RANK", "0"))
     connection = connect(parse_address(options.controller), authkey, timeout_s=options.connect_timeout)
     Worker(
@@ -161,6 +157,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         local_rank=int(os.environ.get("LOCAL_RANK", str(rank))),
         folder=options.folder,
     ).run()
+
+
+def read_key(path: Path | None) -> bytes:
+    """The key in hexadecimal, from a file or a line on stdin. Raises DeploymentError for one that others may read."""
+    if path is not None and path.stat().st_mode & 0o077:
+        raise DeploymentError(
+            "others may read this key", where=path, found=f"mode {path.stat().st_mode & 0o777:o}", next_step="chmod 600"
+        )
+    text = path.read_text() if path is not None else sys.stdin.readline()
+    try:
+        return bytes.fromhex(text.strip())
+    except ValueError:
+        raise DeploymentError("the key is not hexadecimal", where=path or "stdin") from None
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,9 @@ __all__ = ["ReadPolicy", "ShardReader"]
 
 Preadv = Callable[[int, Sequence[memoryview], int], int]
 OPEN_FILES = 16
-SAMPLES = 32
+SAMPLES = 32  # short reads that are looked at together
+CONTROL_EVERY = 4  # of them one is accompanied by a call that reads nothing
+SLOWER_THAN_CONTROL = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +33,9 @@ class ReadPolicy:
     """When to read columns by reading through the gaps between them.
 
     A column slice is many short segments. Exact reads cost one call each, which is cheap on local storage; where the
-    median of the last segments took longer than `slow_read_s`, gaps up to `largest_gap` bytes are read and dropped
-    instead, and counted in `bytes_through`. `slow_read_s=None` keeps all reads exact.
+    median of the last segments took longer than `slow_read_s`, and several times as long as a call that reads nothing,
+    gaps up to `largest_gap` bytes are read and dropped instead, and counted in `bytes_through`. `slow_read_s=None` keeps
+    all reads exact.
     """
 
     slow_read_s: float | None = 300e-6
@@ -63,7 +66,8 @@ class ShardReader:
         self._scratch_bytes = scratch_bytes
         self._scratch = bytearray()
         self._files: OrderedDict[str, int] = OrderedDict()
-        self._durations: list[float] = []
+        self._durations: deque[float] = deque(maxlen=SAMPLES)
+        self._controls: deque[float] = deque(maxlen=SAMPLES // CONTROL_EVERY)
 
     def fill(self, batch: Batch, slot: memoryview) -> None:
         """Read all extents of a batch to their places in the slot. Raises LoadError naming file, offset and rank."""
@@ -79,9 +83,13 @@ class ShardReader:
 
     @property
     def is_slow(self) -> bool:
-        """Whether short reads have been seen to take long each."""
+        """Whether short reads have been seen to take long each, and not only because this process has to wait."""
         limit = self.policy.slow_read_s
-        return limit is not None and len(self._durations) >= SAMPLES and statistics.median(self._durations) > limit
+        if limit is None or len(self._durations) < SAMPLES:
+            return False
+        # A busy machine, or a busy interpreter, makes every call slow; that says nothing about the storage.
+        control = statistics.median(self._controls)
+        return statistics.median(self._durations) > max(limit, SLOWER_THAN_CONTROL * control)
 
     def close(self) -> None:
         while self._files:
@@ -98,7 +106,10 @@ class ShardReader:
             place = slice(i * extent.length, (i + 1) * extent.length)
             self._read(extent.file, extent.offset + i * extent.stride, target[place])
             self._durations.append(time.perf_counter() - started)
-            del self._durations[:-SAMPLES]
+            if i % CONTROL_EVERY == 0:
+                started = time.perf_counter()
+                os.fstat(self._files[extent.file])
+                self._controls.append(time.perf_counter() - started)
 
     def _read_through(self, extent: Extent, first: int, target: memoryview) -> None:
         """Segments from `first` on, by reading whole runs of rows and keeping the columns."""

@@ -45,7 +45,7 @@ class Cache(Protocol):
 
 
 class StateCache:
-    """Contiguous slots for the layers of one stage, as one rank of `tp_size` holds them."""
+    """Contiguous slots for the layers of one stage, as one rank of `tp_size` holds them; no gradients pass through."""
 
     def __init__(
         self,
@@ -104,10 +104,12 @@ class StateCache:
             self.state[layer_idx][slots].masked_fill(fresh, 0),
         )
 
+    @torch.no_grad()
     def write_kda(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None:
         self.conv[layer_idx].index_copy_(0, slots, conv)
         self.state[layer_idx].index_copy_(0, slots, state)
 
+    @torch.no_grad()
     def append_latent(self, layer_idx: int, slots: Tensor, positions: Tensor, latent: Tensor) -> None:
         self.latent[layer_idx][slots, positions] = latent
 

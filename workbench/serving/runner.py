@@ -18,32 +18,14 @@ from workbench.nn.model import Model
 from workbench.parallel.mesh import RankContext
 from workbench.parallel.pipeline import Pipeline
 from workbench.parallel.vision import encode_images
-from workbench.placement import Layout
 from workbench.serving.inputs.images import normalise
 from workbench.serving.sampler import sample_rows
-from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, StepInput
+from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, StepInput, runner_info
 from workbench.spec import ModelSpec
 
-__all__ = ["LocalRunner", "RankRunner", "build_batch", "runner_info"]
+__all__ = ["LocalRunner", "RankRunner", "build_batch"]
 
 # T new tokens of all sequences of this replica, D model width
-
-
-def runner_info(spec: ModelSpec, layout: Layout, *, num_slots: int, max_tokens: int) -> RunnerInfo:
-    """What the engine may count on. Raises RequestError for a size below 1 or beyond the model's context."""
-    if num_slots < 1 or not 1 <= max_tokens <= spec.max_context:
-        raise RequestError(
-            f"num_slots={num_slots}, max_tokens={max_tokens}",
-            expected=f"at least one slot, and 1 to {spec.max_context} tokens, the model's context",
-        )
-    return RunnerInfo(
-        dp=layout.dp,
-        num_slots=num_slots,
-        max_tokens=max_tokens,
-        vocab_size=spec.vocab_size,
-        has_vision=spec.vision is not None,
-        stop_ids=(spec.tokens.eos,),
-    )
 
 
 class RankRunner:

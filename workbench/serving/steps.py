@@ -12,9 +12,21 @@ from typing import Protocol
 
 import numpy as np
 
+from workbench.base import RequestError
+from workbench.placement import Layout
 from workbench.serving.requests import SamplingParams
+from workbench.spec import ModelSpec
 
-__all__ = ["EncodeImage", "ImageSpan", "Runner", "RunnerInfo", "SampledToken", "SequenceStep", "StepInput"]
+__all__ = [
+    "EncodeImage",
+    "ImageSpan",
+    "Runner",
+    "RunnerInfo",
+    "SampledToken",
+    "SequenceStep",
+    "StepInput",
+    "runner_info",
+]
 
 # Key of the content, patches (N, 3, p, p) uint8, grid (frames, rows, columns) in patches.
 EncodeImage = tuple[str, np.ndarray, tuple[int, int, int]]
@@ -69,6 +81,23 @@ class RunnerInfo:
     vocab_size: int
     has_vision: bool
     stop_ids: tuple[int, ...] = ()  # tokens with which the model ends its answer
+
+
+def runner_info(spec: ModelSpec, layout: Layout, *, num_slots: int, max_tokens: int) -> RunnerInfo:
+    """What the engine may count on. Raises RequestError for a size below 1 or beyond the model's context."""
+    if num_slots < 1 or not 1 <= max_tokens <= spec.max_context:
+        raise RequestError(
+            f"num_slots={num_slots}, max_tokens={max_tokens}",
+            expected=f"at least one slot, and 1 to {spec.max_context} tokens, the model's context",
+        )
+    return RunnerInfo(
+        dp=layout.dp,
+        num_slots=num_slots,
+        max_tokens=max_tokens,
+        vocab_size=spec.vocab_size,
+        has_vision=spec.vision is not None,
+        stop_ids=(spec.tokens.eos,),
+    )
 
 
 class Runner(Protocol):

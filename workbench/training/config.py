@@ -86,7 +86,10 @@ class TrainConfig:
             ("qat_start lies in [0, 1]", 0 <= self.qat_start <= 1),
             ("balance_rate is not negative", self.balance_rate >= 0),
             ("threads is at least 1", self.run.threads > 0),
-            ("checkpoint_steps is at least 1, exam_steps at least 0", self.run.checkpoint_steps > 0 <= self.run.exam_steps),
+            (
+                "checkpoint_steps is at least 1, exam_steps at least 0",
+                self.run.checkpoint_steps > 0 <= self.run.exam_steps,
+            ),
             ("adam_lr is positive, muon_lr not negative", self.optimiser.adam_lr > 0 <= self.optimiser.muon_lr),
             ("warmup_steps lies in [0, steps)", 0 <= self.optimiser.warmup_steps < self.steps),
             ("clip_norm is positive", self.optimiser.clip_norm > 0),

@@ -1,11 +1,11 @@
 """Where training starts: every parameter drawn by name, so that any layout draws the same model.
 
-    matrices         normal, standard deviation fan_in^-1/2
-    those that write to the residual stream    smaller, so that a block's running sum starts near unit size
-    residual mixes   scores start at zero: every sublayer reads the plain mean of its sources
-    norms            one
-    decay of KDA     half-lives spread evenly (in the logarithm) from about a token to some hundred tokens
-    router bias      zero; the balance rule moves it
+matrices         normal, standard deviation fan_in^-1/2
+those that write to the residual stream    smaller, so that a block's running sum starts near unit size
+residual mixes   scores start at zero: every sublayer reads the plain mean of its sources
+norms            one
+decay of KDA     half-lives spread evenly (in the logarithm) from about a token to some hundred tokens
+router bias      zero; the balance rule moves it
 """
 
 from __future__ import annotations

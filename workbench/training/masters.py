@@ -7,6 +7,8 @@ Parameters lie in regions, one run of memory each, so that a step is a handful o
 
     reach        held by                                     gradient is summed over
     replicated   every rank of a stage                       the replicas (dp)
+    images       every rank of a stage, but each tp rank     tp, then the replicas
+                 encodes other images
     split        one tp rank of each replica                 the replicas (dp)
     expert       the ranks that hold the same experts        those (the expert group's tokens are in it already)
 """
@@ -23,11 +25,12 @@ from torch import Tensor, nn
 
 from workbench.nn.model import Model
 from workbench.parallel import RankContext
+from workbench.placement import vision_is_sharded
 from workbench.training.sharding import is_expert, is_split_over_tp
 
 __all__ = ["Masters", "Reach", "Region", "Rule", "Seen", "rule_of"]
 
-Reach = Literal["replicated", "split", "expert"]
+Reach = Literal["replicated", "images", "split", "expert"]
 Rule = Literal["hidden", "matrix", "vector"]
 Seen = Callable[[str, Tensor], Tensor]  # name and master -> what the forward pass is to see
 
@@ -68,6 +71,8 @@ class Masters:
                 reach = "expert"
             elif is_split_over_tp(model.spec, ctx.layout, name):
                 reach = "split"
+            elif name.startswith(("vision.", "projector.")) and not vision_is_sharded(model.spec, ctx.layout):
+                reach = "images"
             kinds.setdefault((reach, rule_of(name, parameter)), []).append(name)
         self.regions = tuple(self._region(reach, rule, names) for (reach, rule), names in kinds.items())
         # Where the dtypes agree autograd adds straight into the region; otherwise `collect` does.
@@ -93,7 +98,9 @@ class Masters:
         """After each backward pass: bring gradients of another dtype into the float32 sums."""
         arrived = [(grad, p) for p, grad in self._foreign if p.grad is not None]
         if arrived:
-            torch._foreach_add_([grad for grad, _ in arrived], [p.grad.float() for _, p in arrived if p.grad is not None])
+            torch._foreach_add_(
+                [grad for grad, _ in arrived], [p.grad.float() for _, p in arrived if p.grad is not None]
+            )
             for _, parameter in arrived:
                 parameter.grad = None
 
@@ -101,9 +108,10 @@ class Masters:
     def sum_gradients(self, scale: float) -> None:
         """Sum over the ranks that saw other tokens, times `scale`."""
         for region in self.regions:
-            group = self.ctx.expert_replicas if region.reach == "expert" else self.ctx.dp
-            if group.size > 1:
-                region.grad.copy_(group.all_reduce(region.grad))
+            groups = {"expert": (self.ctx.expert_replicas,), "images": (self.ctx.tp, self.ctx.dp)}
+            for group in groups.get(region.reach, (self.ctx.dp,)):
+                if group.size > 1:
+                    region.grad.copy_(group.all_reduce(region.grad))
             region.grad.mul_(scale)
 
     @torch.no_grad()
@@ -111,7 +119,8 @@ class Masters:
         """Euclidean norm of the whole model's gradient, each value counted once; the same on every rank."""
         layout = self.layout
         ranks = layout.dp * layout.tp
-        holders = {"replicated": ranks, "split": layout.dp, "expert": ranks // (layout.ep * layout.expert_tp)}
+        expert_holders = ranks // (layout.ep * layout.expert_tp)
+        holders = {"replicated": ranks, "images": ranks, "split": layout.dp, "expert": expert_holders}
         # Vector norms accumulate blockwise; float64 keeps the last sum exact enough to be the same everywhere.
         squares = sum(float(torch.linalg.vector_norm(r.grad)) ** 2 / holders[r.reach] for r in self.regions)
         total = torch.tensor([squares], dtype=torch.float64, device=self.ctx.device)

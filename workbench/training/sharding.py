@@ -60,9 +60,7 @@ def take(whole: Tensor, ranges: Ranges) -> Tensor:
     return whole
 
 
-def join_parameters(
-    spec: ModelSpec, layout: Layout, pieces: Sequence[Mapping[str, Tensor]]
-) -> dict[str, Tensor]:
+def join_parameters(spec: ModelSpec, layout: Layout, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Whole parameters from those of every rank, `pieces[r]` being rank r's by name."""
     shapes = whole_shapes(spec)
     whole: dict[str, Tensor] = {}

@@ -68,7 +68,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineChart:
-    """Lines over a common x axis. With `log_y`, values up to 0 are not drawn. `limit`: a horizontal line, in y units."""
+    """Lines over a common x axis. With `log_y`, values up to 0 are not drawn. `limit`: a horizontal line at that y."""
 
     title: str
     series: tuple[Series, ...]

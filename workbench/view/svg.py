@@ -91,7 +91,7 @@ def _lines(chart: LineChart, width: int) -> tuple[str, int]:
     x_ticks = ticks(min(xs, default=0.0), max(xs, default=1.0))
     y_ticks = decades(ys) if chart.log_y else ticks(min([0.0, *ys]), max(ys, default=1.0))
     left, right = MARGIN + 74, width - MARGIN - 10
-    top = MARGIN + 2 * LINE + (LINE if len(chart.series) > 1 else 0)
+    top = MARGIN + 3 * LINE + (LINE if len(chart.series) > 1 else 0)
     bottom = top + PLOT_HEIGHT
 
     def at_x(x: float) -> float:
@@ -122,7 +122,7 @@ def _lines(chart: LineChart, width: int) -> tuple[str, int]:
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{_colour(i)}"/>' for x, y in points]
     y_name = f"{chart.y_label} [{chart.y_unit}]" if chart.y_unit else chart.y_label
     x_name = f"{chart.x_label} [{chart.x_unit}]" if chart.x_unit else chart.x_label
-    parts.append(_text(MARGIN, top - 8, y_name, faint=True))
+    parts.append(_text(MARGIN, top - 12, y_name, faint=True))
     parts.append(_text((left + right) / 2, bottom + 34, x_name, anchor="middle", faint=True))
     end = bottom + 34
     return "".join(parts) + _note(chart.note, end + LINE, width), int(end + LINE * (2 if chart.note else 1) - 6)

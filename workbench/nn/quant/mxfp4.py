@@ -48,13 +48,19 @@ class MXFP4:
             "weight_scale": ((*rows, -(-columns // GROUP_SIZE)), torch.uint8),
         }
 
-    def encode(self, weight: Tensor) -> dict[str, Tensor]:
-        values = weight.to(torch.float32)
-        columns = values.shape[-1]
-        groups = F.pad(values, (0, -columns % GROUP_SIZE)).unflatten(-1, (-1, GROUP_SIZE))
-        largest = groups.abs().amax(-1)
-        # The largest magnitude of a group lands in [4, 8), the top binade of E2M1: frexp gives it as m * 2^e, m < 1.
-        exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 3, 0).clamp(min=-127)
+    def exponents(self, weight: Tensor) -> Tensor:
+        """(..., in) -> (..., ceil(in / 32)) int32: the power of two of each group's scale that `encode` takes.
+
+        The largest magnitude of a group lands in [4, 8), the top binade of E2M1.
+        """
+        largest = _groups(weight).abs().amax(-1)
+        # frexp gives the largest as m * 2^e, m < 1
+        return torch.where(largest > 0, torch.frexp(largest).exponent - 3, 0).clamp(min=-127)
+
+    def encode(self, weight: Tensor, exponent: Tensor | None = None) -> dict[str, Tensor]:
+        """Parts of a matrix; `exponent`, in the form of `exponents`, to have other scales than those."""
+        groups, columns = _groups(weight), weight.shape[-1]
+        exponent = self.exponents(weight) if exponent is None else exponent
         scaled = torch.ldexp(groups, -exponent[..., None]).flatten(-2)[..., :columns]
         codes = torch.bucketize(scaled.abs(), _thresholds(weight.device)) + 8 * torch.signbit(scaled)
         low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
@@ -64,6 +70,11 @@ class MXFP4:
         pairs, scales = _tables(parts["weight_packed"].device, dtype)
         values = pairs[parts["weight_packed"].int()].flatten(-2)
         return scale_groups(values, scales[parts["weight_scale"].int()], GROUP_SIZE)
+
+
+def _groups(weight: Tensor) -> Tensor:
+    """(..., in) -> (..., groups, 32) float32, a short last group filled up with zeros."""
+    return F.pad(weight.to(torch.float32), (0, -weight.shape[-1] % GROUP_SIZE)).unflatten(-1, (-1, GROUP_SIZE))
 
 
 @lru_cache(maxsize=8)

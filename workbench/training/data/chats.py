@@ -103,7 +103,7 @@ def picture_message(text: str, *, picture_first: bool = True) -> Message:
 
 
 def _talk(scene: Scene, rng: np.random.Generator, *, has_description: bool) -> list[Question]:
-    """Questions about one picture; the description comes first or last, so that answers are not always copied from it."""
+    """Questions about one picture. The description comes first or last: answers cannot always be copied from it."""
     count = int(rng.integers(0, 3)) if has_description else int(rng.integers(1, 5))
     questions: list[Question] = []
     while len(questions) < count:

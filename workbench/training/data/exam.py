@@ -49,7 +49,7 @@ class ExamItem:
 def picture_exam(
     num_per_kind: int, *, seed: int = 0, split: Split = "held_out", kinds: Sequence[Kind] = KINDS
 ) -> tuple[ExamItem, ...]:
-    """`num_per_kind` questions of each kind, each about another scene of that split. The same arguments give the same."""
+    """`num_per_kind` questions of each kind about scenes of that split, none twice; depends on its arguments alone."""
     items: list[ExamItem] = []
     for kind in kinds:
         rng = np.random.default_rng((seed, KINDS.index(kind)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 
@@ -144,22 +144,25 @@ def caption(scene: Scene) -> str:
 
 
 def follow_up(question: Question, rng: np.random.Generator) -> Question | None:
-    """A question about the "it" of the question before, of another kind than that one; None where there is no it."""
+    """A question about the "it" of the question before, not answered in it already; None where there is none."""
     figure = question.subject
     if figure is None:
         return None
-    answers: dict[Kind, tuple[str, tuple[str, ...]]] = {
-        "colour": (f"{figure.colour.capitalize()}.", ()),
-        "size": (f"{figure.size.capitalize()}.", _SIZE_WORDS[figure.size]),
-        "position": (f"{figure.place.capitalize()}.", _place_words(figure.place)),
-        "shape": (f"{articled(figure.shape).capitalize()}.", ()),
+    answers: dict[Kind, tuple[str, str, tuple[str, ...]]] = {
+        "colour": (figure.colour, f"{figure.colour.capitalize()}.", ()),
+        "size": (figure.size, f"{figure.size.capitalize()}.", _SIZE_WORDS[figure.size]),
+        "position": (figure.place, f"{figure.place.capitalize()}.", _place_words(figure.place)),
+        "shape": (figure.shape, f"{articled(figure.shape).capitalize()}.", ()),
     }
-    told = {question.kind} | ({"shape", "colour"} if question.kind == "relation" else set())
-    left = [kind for kind in answers if kind not in told]
-    kind = left[int(rng.integers(len(left)))]
-    answer, accepted = answers[kind]
-    text = vary(one_of(rng, _PHRASINGS[f"follow.{kind}"]), rng)
-    return Question(kind=kind, form=f"follow.{kind}", text=text, answer=answer, accepted=accepted, subject=figure)
+    said = f"{question.text} {question.answer}".lower()
+    kinds = [kind for kind, (word, *_) in answers.items() if word not in said and kind != question.kind]
+    if not kinds:
+        return None
+    kind = kinds[int(rng.integers(len(kinds)))]
+    _, answer, accepted = answers[kind]
+    form = f"follow.{kind}"
+    text = vary(one_of(rng, _PHRASINGS[form]), rng)
+    return Question(kind=kind, form=form, text=text, answer=answer, accepted=accepted, subject=figure)
 
 
 def _question(
@@ -170,10 +173,9 @@ def _question(
     subject: Figure | None = None,
     **slots: str,
 ) -> Question:
-    kind = form.partition(".")[0]
-    assert kind in KINDS, f"{form} is of no known kind"
+    kind = cast(Kind, form.partition(".")[0])
     text = vary(one_of(rng, _PHRASINGS[form]).format(**slots), rng)
-    return Question(kind=kind, form=form, text=text, answer=answer, accepted=accepted, subject=subject)  # type: ignore[arg-type]
+    return Question(kind=kind, form=form, text=text, answer=answer, accepted=accepted, subject=subject)
 
 
 def _names(scene: Scene, figure: Figure) -> list[str]:
@@ -218,9 +220,7 @@ def _shape_of_colour(scene: Scene, rng: np.random.Generator) -> Question | None:
         return None
     figure = only[int(rng.integers(len(only)))]
     answer = f"{articled(figure.shape).capitalize()}."
-    return _question(
-        rng, "shape.colour", answer, (f"{figure.colour} {figure.shape}",), figure, colour=figure.colour
-    )
+    return _question(rng, "shape.colour", answer, (f"{figure.colour} {figure.shape}",), figure, colour=figure.colour)
 
 
 def _colour_at(scene: Scene, rng: np.random.Generator) -> Question | None:
@@ -258,7 +258,7 @@ def _count_some(scene: Scene, rng: np.random.Generator) -> Question | None:
         for colour in COLOURS:
             what = f"{colour} {one_of(rng, ('shapes', 'objects'))}"
             counts.setdefault(sum(f.colour == colour for f in scene.figures), []).append(what)
-    # A number is drawn first, the larger ones twice as often: most shapes and colours of a scene occur not at all or once.
+    # The number is drawn first, larger ones twice as often: most shapes and colours occur once or not at all.
     numbers = [number for number in counts for _ in range(2 if number > 1 else 1)]
     number = numbers[int(rng.integers(len(numbers)))]
     accepted = ("none", "no", "there are none") if number == 0 else ()
@@ -276,9 +276,7 @@ def _position(scene: Scene, rng: np.random.Generator) -> Question | None:
     if (named := _named(scene, rng)) is None:
         return None
     figure, ref = named
-    return _question(
-        rng, "position.ref", f"{figure.place.capitalize()}.", _place_words(figure.place), figure, ref=ref
-    )
+    return _question(rng, "position.ref", f"{figure.place.capitalize()}.", _place_words(figure.place), figure, ref=ref)
 
 
 def _lies(figure: Figure, side: str, other: Figure) -> bool:
@@ -295,9 +293,8 @@ def _relation_is(scene: Scene, rng: np.random.Generator) -> Question | None:
     wanted = bool(rng.integers(2))
     sides = [side for side in _SIDES if _lies(first[0], side if wanted else opposite[side], second[0])]
     side = one_of(rng, _SIDES[one_of(rng, sides)][1])
-    return _question(
-        rng, "relation.is", "Yes." if wanted else "No.", (), first[0], ref=first[1], side=side, other=second[1]
-    )
+    answer = "Yes." if wanted else "No."  # no subject: two things were named, "it" could be either
+    return _question(rng, "relation.is", answer, ref=first[1], side=side, other=second[1])
 
 
 def _relation_what(scene: Scene, rng: np.random.Generator) -> Question | None:
@@ -329,12 +326,14 @@ def _size_compared(scene: Scene, rng: np.random.Generator) -> Question | None:
         return None
     form = one_of(rng, ("size.larger", "size.smaller"))
     figure, ref = first if (first[0].size == "large") == (form == "size.larger") else second
-    accepted = (figure.shape, figure.colour, f"{figure.colour} {figure.shape}")
-    return _question(rng, form, f"{ref.capitalize()}.", accepted, figure, ref=first[1], other=second[1])
+    accepted = [f"{figure.colour} {figure.shape}"]
+    accepted += [figure.shape] if first[0].shape != second[0].shape else []
+    accepted += [figure.colour] if first[0].colour != second[0].colour else []
+    return _question(rng, form, f"{ref.capitalize()}.", tuple(accepted), figure, ref=first[1], other=second[1])
 
 
 def _presence(scene: Scene, rng: np.random.Generator) -> Question | None:
-    """Is there such a thing? A "no" names a shape and a colour that are there, though not together, where it can."""
+    """Is there such a thing? Half of the "no"s name a shape and a colour that are there, though not together."""
     if scene.label and rng.random() < 0.3:
         what = one_of(rng, ("number", "word"))
         is_there = (what == "number") == scene.label.is_number

@@ -2,8 +2,8 @@
 
 Only what the assistant says is learnt: the ids after an opened response up to and with the end of the message.
 
-    <|open|>message role="assistant"<|sep|><|open|>response<|sep|>  A circle. <|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>
-    ------------------------- given ------------------------------  --------------------------- learnt ---------------------------------
+    given    <|open|>message role="assistant"<|sep|><|open|>response<|sep|>
+    learnt   A circle.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>
 
 Packs are made from (seed, step, micro step) alone, so a resumed run and every rank see the stream of an unbroken one.
 """

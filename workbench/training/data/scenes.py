@@ -174,7 +174,7 @@ def make_scene(rng: np.random.Generator, *, split: Split = "train", kind: SceneK
     if kind == "empty" and split == "held_out":
         raise ValueError("every empty scene belongs to the training side")
     while True:
-        chosen = kind or _pick(rng, _KIND_SHARE)
+        chosen: SceneKind = _pick(rng, _KIND_SHARE) if kind is None else kind
         scene = _MAKERS[chosen](rng, _pick(rng, CANVASES), _one_of(rng, tuple(BACKGROUNDS)))
         if split_of(scene) == split:
             return scene

@@ -26,7 +26,7 @@ def normalise_answer(text: str) -> str:
 
 
 def is_right(item: ExamItem, reply: str) -> bool:
-    """True where the reply is the answer or one of the accepted ones, whole: a right word inside another reply is not."""
+    """True where the whole reply is the answer or an accepted one; a right word inside another reply is not enough."""
     return normalise_answer(reply) in {normalise_answer(text) for text in (item.answer, *item.accepted)}
 
 

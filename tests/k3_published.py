@@ -9,7 +9,7 @@ from workbench.checkpoint import Sizes
 from workbench.spec import SpecialTokens
 
 # A folder with `configs/moonshotai__Kimi-K3.json` and the published index; tests that need it are skipped without.
-REFERENCE = Path(os.environ.get("WORKBENCH_REFERENCE", Path(__file__).resolve().parents[3] / "shared" / "reference"))
+REFERENCE = Path(os.environ.get("WORKBENCH_REFERENCE", Path(__file__).resolve().parents[2] / "shared" / "reference"))
 CONFIG = REFERENCE / "configs" / "moonshotai__Kimi-K3.json"
 INDEX = REFERENCE / "kimi-k3.model.safetensors.index.json.gz"
 

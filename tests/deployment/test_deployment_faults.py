@@ -15,7 +15,7 @@ import pytest
 from rank_helpers import is_alive, wait_gone
 from serving_fakes import byte_tokenizer
 
-from workbench.base import CheckpointError, DeploymentError, LayoutError, LoadError, WorkerDiedError
+from workbench.base import CheckpointError, DeploymentError, LoadError, WorkerDiedError
 from workbench.deployment import Deployment, Timeouts
 from workbench.placement import Layout
 from workbench.serving import MultimodalInferenceService
@@ -39,6 +39,7 @@ def test_a_rank_killed_in_mid_answer_fails_every_request_with_its_name_and_signa
         text = str(info.value)
         assert f"rank 1 (process {deployment.pids[1]}" in text
         assert "died during 'step': SIGKILL (signal 9)" in text
+        assert "the kernel was out of memory" in text
         assert "last operation: " in text
         assert "last collective entered: #" in text
         assert "over tp ranks [0, 1]" in text
@@ -125,13 +126,9 @@ def test_a_missing_shard_is_an_error_of_the_ranks_that_names_the_file(golden_roo
     assert threading.active_count() <= before
 
 
-def test_a_layout_that_does_not_fit_the_model_is_refused_by_the_ranks(golden_root):
-    with pytest.raises(LayoutError, match="rank 0"):
-        Deployment.start(golden_root, Layout(pp=1, stages=(3,)), precision="fp32")
-
-
 TORCHRUN = (
-    "-m", "torch.distributed.run", "--nproc-per-node=2", "--nnodes=1", "--master-addr=127.0.0.1", "--monitor-interval=0.2",
+    "-m", "torch.distributed.run", "--nproc-per-node=2", "--nnodes=1", "--master-addr=127.0.0.1",
+    "--monitor-interval=0.2",
 )  # fmt: skip
 
 

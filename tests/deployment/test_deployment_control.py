@@ -61,8 +61,8 @@ def play(connection: Connection, rank: int, script: Script) -> None:
 
 @pytest.fixture
 def make(monkeypatch):
-    monkeypatch.setattr(control_module, "GRACE_S", 0.3)
-    monkeypatch.setattr(control_module, "STATUS_WAIT_S", 0.3)
+    monkeypatch.setattr(control_module, "GRACE_S", 1.0)
+    monkeypatch.setattr(control_module, "STATUS_WAIT_S", 1.0)
     made: list[Control] = []
 
     def start(*scripts: Script) -> Control:
@@ -100,13 +100,13 @@ def test_arguments_may_differ_by_rank(make):
 def test_progress_reaches_the_caller_in_its_own_thread_and_holds_off_the_timeout(make):
     def loading(connection, rank, command):
         for part in range(4):
-            time.sleep(0.15)
+            time.sleep(0.3)
             connection.send(Progress(id=command.id, rank=rank, value=part))
         answer("loaded")(connection, rank, command)
 
     seen = []
     control = make(loading)
-    values = control.request("load", timeout_s=0.4, on_progress=lambda v: seen.append((v, threading.get_ident())))
+    values = control.request("load", timeout_s=0.9, on_progress=lambda v: seen.append((v, threading.get_ident())))
     assert values == ["loaded"]
     assert seen == [(part, threading.get_ident()) for part in range(4)]
 

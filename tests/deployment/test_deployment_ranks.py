@@ -14,8 +14,9 @@ import pytest
 from rank_helpers import command_line, environment, greedy_tokens, is_alive, picture_tokens, session_of, wait_gone
 from safetensors.numpy import load_file
 
-from workbench.base import DeploymentError, RequestError
+from workbench.base import ConfigError, DeploymentError, LayoutError, RequestError
 from workbench.deployment import Deployment
+from workbench.deployment import handle as handle_module
 from workbench.placement import Layout
 from workbench.serving import PlacedImage, SamplingParams
 
@@ -125,9 +126,9 @@ def test_forward_takes_pictures_and_leaves_the_serving_features_alone(pair, pict
 
 
 def test_an_error_in_the_ranks_comes_back_typed_and_the_next_call_works(pair, prompts):
-    with pytest.raises(RequestError, match="rank [01]: cannot capture 'nonsense'"):
+    with pytest.raises(RequestError, match=r"rank [01]: cannot capture 'nonsense'"):
         pair.capture(["nonsense"], [1, 2])
-    with pytest.raises(DeploymentError, match="rank [01]: no command 'dance'"):
+    with pytest.raises(DeploymentError, match=r"rank [01]: no command 'dance'"):
         pair._request("dance")
     with pytest.raises(RequestError, match="one for each of 1 replicas"):
         pair.step([(), ()])
@@ -143,7 +144,7 @@ def test_stats_tell_memory_and_collectives_of_each_rank(pair):
     assert first.collectives["tp", "all_reduce"] == second.collectives["tp", "all_reduce"]
     assert "over tp ranks [0, 1], finished" in first.last_collective
     assert "bytes of weights" in pair.log_text(1)
-    assert pair.ping() < 1.0
+    assert 0 < pair.ping() < 10
 
 
 def test_an_interrupt_leaves_the_ranks_alive_and_the_next_call_works(pair, prompts):
@@ -173,7 +174,7 @@ def test_ranks_are_in_sessions_of_their_own_and_the_key_is_nowhere_to_be_seen(pa
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(pp=2, stages=(5, 3)), Layout(dp=2, ep=2, dispatch="all_to_all"), Layout(dp=2, ep=2)],
+    [Layout(), Layout(pp=2, stages=(5, 3)), Layout(dp=2, ep=2, dispatch="all_to_all"), Layout(dp=2, ep=2)],
     ids=str,
 )
 def test_other_layouts_give_the_same_tokens_and_leave_nothing_behind(layout, golden_root, prompts, picture_prompt):
@@ -190,21 +191,33 @@ def test_other_layouts_give_the_same_tokens_and_leave_nothing_behind(layout, gol
     )
     for name, logits in zip(("p7", "p64", "p1"), result.logits, strict=True):
         assert np.abs(logits - reference[f"{name}.logits"]).max() < LOGITS_LIMIT
-    assert [bool(values) for values in result.captured] == ([False, True] if layout.pp == 2 else [True, True])
-    del deployment  # not closed: collecting the handle must be enough
+    has_layer = [layout.coords(rank).pp == layout.pp - 1 for rank in range(layout.world_size)]
+    assert [bool(values) for values in result.captured] == has_layer
+    if layout.world_size == 1:
+        close_and_check(deployment)
+    del deployment  # the others are not closed: collecting the handle must be enough
     gc.collect()
     wait_gone(pids, 5)
     assert not folder.exists()
 
 
-def test_closing_ends_the_ranks_and_refuses_later_calls(golden_root, prompts):
-    with Deployment.start(golden_root, precision="fp32", num_slots=1, max_tokens=40) as deployment:
-        assert deployment.generate(prompts["p7"]["token_ids"]) == prompts["p7"]["greedy_fp32"]
-        assert "running" in repr(deployment)
-        began = time.monotonic()
+def close_and_check(deployment: Deployment) -> None:
+    assert "running" in repr(deployment)
+    began = time.monotonic()
+    with deployment:
+        pass
     assert time.monotonic() - began < 3
-    wait_gone(deployment.pids, 1)
     assert "closed" in repr(deployment)
     deployment.close()
     with pytest.raises(DeploymentError, match="closed"):
         deployment.ping()
+
+
+def test_what_does_not_fit_is_refused_before_any_process_starts(golden_root, tmp_path, monkeypatch):
+    monkeypatch.setattr(handle_module, "start_ranks", lambda *_args, **_options: pytest.fail("a process was started"))
+    with pytest.raises(LayoutError, match="stages=\\(3,\\) hold 3 layers"):
+        Deployment.start(golden_root, Layout(stages=(3,)))
+    with pytest.raises(ConfigError, match="file is missing"):
+        Deployment.start(tmp_path)
+    with pytest.raises(RequestError, match="the model's context"):
+        Deployment.start(golden_root, max_tokens=10**9)

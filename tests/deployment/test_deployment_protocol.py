@@ -17,6 +17,7 @@ from workbench.deployment.handle import Deployment, Timeouts
 from workbench.deployment.protocol import Door, connect, parse_address, portable
 from workbench.deployment.slate import LastWords, Slate, read_slate
 from workbench.deployment.supervise import exit_text, log_tail
+from workbench.deployment.worker import read_key
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -141,10 +142,10 @@ def test_only_the_last_lines_of_a_log_are_shown(tmp_path):
     assert len(lines) == 15
 
 
-def test_a_rank_that_cannot_even_start_is_named_with_its_exit_and_log(tmp_path):
+def test_a_rank_that_cannot_even_start_is_named_with_its_exit_and_log(golden_root, tmp_path):
     began = time.monotonic()
     with pytest.raises(WorkerDiedError) as info:
-        Deployment.start(tmp_path, env={"PYTHONHOME": str(tmp_path / "nowhere")}, timeouts=Timeouts(start_s=20))
+        Deployment.start(golden_root, env={"PYTHONHOME": str(tmp_path / "nowhere")}, timeouts=Timeouts(start_s=20))
     assert "rank 0 ended before it reported: exit code 1" in str(info.value)
     assert "encodings" in str(info.value), "the interpreter's own complaint, from the log"
     assert time.monotonic() - began < 15
@@ -187,3 +188,13 @@ def test_a_worker_without_a_proper_key_says_so():
     )
     assert result.returncode == 1
     assert "the key is not hexadecimal" in result.stderr
+
+
+def test_a_key_file_that_others_may_read_is_refused(tmp_path):
+    path = tmp_path / "key"
+    path.touch(mode=0o600)
+    path.write_text("00ff")
+    assert read_key(path) == b"\x00\xff"
+    path.chmod(0o640)
+    with pytest.raises(DeploymentError, match="others may read this key"):
+        read_key(path)

@@ -1,0 +1,78 @@
+"""Muon for many small matrices: matrices of one shape are stepped together, stacked experts among them.
+
+The update is that of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`: Nesterov momentum, made (nearly)
+orthogonal by five Newton-Schulz steps, scaled so that its root mean square is that of an AdamW update. torch's own takes
+two-dimensional parameters one by one; hundreds of small experts would spend the time in calls.
+
+Source: Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is scalable
+for LLM training", arXiv 2502.16982, for the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["Muon", "orthogonalise"]
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NUM_STEPS = 5
+EPS = 1e-7
+RMS = 0.2  # of an AdamW update
+
+
+class Muon:
+    """Steps `matrices`, name -> (values, gradient), each (rows, columns) or (stack, rows, columns), in place."""
+
+    def __init__(
+        self, matrices: Mapping[str, tuple[Tensor, Tensor]], *, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
+        self.matrices, self.momentum, self.weight_decay = dict(matrices), momentum, weight_decay
+        self.velocity = {name: torch.zeros_like(values) for name, (values, _) in self.matrices.items()}
+        self._shapes: dict[tuple[int, int], list[str]] = {}
+        for name, (values, _) in self.matrices.items():
+            rows, columns = values.shape[-2:]
+            self._shapes.setdefault((rows, columns), []).append(name)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for (rows, columns), names in self._shapes.items():
+            scale = lr * RMS * max(rows, columns) ** 0.5
+            wanted = []
+            for name in names:
+                grad, velocity = self.matrices[name][1], self.velocity[name]
+                velocity.lerp_(grad, 1 - self.momentum)
+                wanted.append(grad.lerp(velocity, self.momentum).view(-1, rows, columns))
+            updates = orthogonalise(torch.cat(wanted)).float().split([len(x) for x in wanted])
+            for name, update in zip(names, updates, strict=True):
+                values = self.matrices[name][0]
+                values.mul_(1 - lr * self.weight_decay).add_(update.view(values.shape), alpha=-scale)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.velocity)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError unless names and shapes are those of this optimiser."""
+        if {n: v.shape for n, v in state.items()} != {n: v.shape for n, v in self.velocity.items()}:
+            raise ValueError("the state belongs to other matrices")
+        for name, velocity in self.velocity.items():
+            velocity.copy_(state[name])
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Nearest orthogonal matrix, roughly: singular values end between 0.7 and 1.2. (N, rows, columns) -> the same, bf16.
+
+    Newton-Schulz iteration of a quintic polynomial, in bfloat16: only the direction of the update matters.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.bfloat16()
+    if is_tall:
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(NUM_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
