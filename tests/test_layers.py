@@ -28,8 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": _BELOW_DEPLOYMENT | {"deployment"},
     "view": _BELOW_DEPLOYMENT | {"deployment", "profiling"},
     "report": {"base", "view"},
+    "day0": _BELOW_DEPLOYMENT | {"deployment", "profiling", "view", "report"},
 }
-TOP_MODULES = {"cli", "day0", "__init__"}  # these may import anything
+TOP_MODULES = {"cli", "__init__"}  # these may import anything
 NO_TORCH = ("base", "spec", "checkpoint", "placement", "view", "report")  # a laptop is enough to read and count
 
 

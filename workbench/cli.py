@@ -122,10 +122,12 @@ def _devices(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> int:
+    from workbench.deployment import LoadSummary
+
     with _deploy(args) as deployment:
-        report = deployment.load_report
-        _show(args, report)
-    return 0
+        summary = LoadSummary.of(deployment.reports)
+        _show(args, summary)
+    return 0 if not summary.rows_missing else 1
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -139,7 +141,7 @@ def _generate(args: argparse.Namespace) -> int:
             temperature=args.temperature,
             seed=args.seed,
         )
-        _show(args, answer)
+    _show(args, answer)
     return 0
 
 
@@ -177,13 +179,14 @@ def _deploy(args: argparse.Namespace) -> Deployment:
     from workbench.deployment import Deployment
     from workbench.view import terminal_progress
 
+    layout = _layout(args)
     return Deployment.start(
         args.path,
-        _layout(args),
+        layout,
         precision=args.precision,
         device=args.device or default_device(),
         max_tokens=args.max_tokens_per_sequence,
-        on_progress=None if args.json else terminal_progress(),
+        on_progress=None if args.json else terminal_progress(layout.world_size),
     )
 
 

@@ -31,9 +31,10 @@ from workbench.spec import ModelCounts, count_model
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "k3-tiny-a"
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
 
-# Sizes of the model that speeds are measured on: K3's shapes cut down, so that its matrices still keep a device busy.
+# Sizes of the model that speeds are measured on: K3's shapes cut down, with matrices that still keep a device busy.
 LARGE = {
-    "num_layers": 8, "hidden_size": 3072, "vocab_size": 32768, "dense_width": 8192, "kda_heads": 24, "kda_head_dim": 128,
+    "num_layers": 8, "hidden_size": 3072, "vocab_size": 32768, "dense_width": 8192, "kda_heads": 24,
+    "kda_head_dim": 128,
     "mla_heads": 24, "q_rank": 768, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 128, "num_experts": 64,
     "top_k": 8, "expert_width": 1536, "latent_dim": 1536, "num_shared": 2,
 }  # fmt: skip
@@ -151,19 +152,24 @@ def golden_text(report: Report, device: torch.device) -> None:
     expected = read_tensors(GOLDEN / "golden" / "text_fp32.safetensors")
     facts = json.loads((GOLDEN / "golden" / "text.json").read_text())["prompts"]
     prompts = [facts[name]["token_ids"] for name in facts]
-    # An accelerator adds up in another order and has other exp and tanh: ten times the CPU's limit, far below a mistake.
+    # An accelerator adds up in another order and has other exp and tanh: ten times the CPU's limit.
     limit = 2e-5 if device.type == "cpu" else 2e-4
     loaded = load_sharded_weights(GOLDEN, precision="fp32", device=device)
     batch = TokenBatch.whole(prompts, all_logits=True, device=device)
     logits = loaded.model(batch, cache=cache_for(loaded, len(prompts), 256)).split(batch.lengths)
-    worst = max(relative(x[-len(expected[f"{p}.logits"]) :], expected[f"{p}.logits"]) for p, x in zip(facts, logits))
+    worst = max(
+        relative(x[-len(expected[f"{p}.logits"]) :], expected[f"{p}.logits"])
+        for p, x in zip(facts, logits, strict=True)
+    )
     report.check("golden logits, fp32", worst <= limit, f"relative {worst:.1e}", f"at most {limit:.0e}")
     for precision, key in (("fp32", "greedy_fp32"), ("mxfp4", "greedy_bf16")):
         if precision != "fp32":
             loaded = load_sharded_weights(GOLDEN, precision=precision, device=device)
         tokens = greedy(loaded, prompts, 16)
         wanted = [facts[name][key] for name in facts]
-        equal = sum(a == b for found, want in zip(tokens, wanted) for a, b in zip(found, want))
+        equal = sum(
+            a == b for found, want in zip(tokens, wanted, strict=True) for a, b in zip(found, want, strict=True)
+        )
         total = sum(map(len, wanted))
         # In bf16 another device may part where two logits are closer than its rounding; after that all tokens differ.
         needed = total if precision == "fp32" else total * 3 // 4
@@ -206,7 +212,7 @@ def greedy(loaded: LoadedModel, prompts: list[list[int]], count: int) -> list[li
     chosen: list[list[int]] = [[] for _ in prompts]
     for step in range(count):
         tokens = logits.argmax(-1)
-        for row, token in zip(chosen, tokens.tolist()):
+        for row, token in zip(chosen, tokens.tolist(), strict=True):
             row.append(token)
         logits = loaded.model(decode_batch(tokens, [len(p) + step for p in prompts]), cache=cache)
     return chosen
@@ -226,7 +232,7 @@ def decode_batch(tokens: Tensor, starts: list[int]) -> TokenBatch:
 def seconds_of(
     run: Callable[[], object], device: torch.device, *, budget_s: float = 3.0, at_most: int = 30
 ) -> list[float]:
-    """Times of single runs, synchronised, after two for warm-up; ends at `at_most` runs or after `budget_s`."""
+    """Times of single runs, synchronised, after one for warm-up; ends at `at_most` runs or after `budget_s`."""
 
     def once() -> float:
         synchronise(device)
@@ -235,9 +241,9 @@ def seconds_of(
         synchronise(device)
         return time.perf_counter() - start
 
-    once(), once()
+    once()
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < budget_s and len(times) < at_most):
+    while not times or (sum(times) < budget_s and len(times) < at_most):
         times.append(once())
     return times
 
@@ -297,7 +303,7 @@ def speeds(report: Report, root: Path, precision: str, device: torch.device, rat
         off = abs(held - ledger) / ledger
         report.check(
             f"memory ledger, {precision}", off <= 0.02,
-            f"{human(held, 'B')} held, {human(stats.resident_bytes, 'B')} weights + {human(cache.num_bytes, 'B')} caches",
+            f"{human(held, 'B')} for {human(stats.resident_bytes, 'B')} weights, {human(cache.num_bytes, 'B')} cache",
             "within 2 %",
         )  # fmt: skip
     prefill(report, loaded, cache, counts, precision, rates["matmul"], length)
@@ -333,7 +339,7 @@ def prefill(
     device = loaded.ctx.device
     ids = torch.arange(length, device=device) % loaded.spec.vocab_size
     batch = TokenBatch.whole([ids.tolist()], device=device)
-    times = seconds_of(lambda: loaded.model(batch, cache=cache), device, budget_s=8, at_most=8)
+    times = seconds_of(lambda: loaded.model(batch, cache=cache), device, budget_s=6, at_most=8)
     median = statistics.median(times)
     head = loaded.spec.vocab_size * loaded.spec.hidden_size  # only the last row goes through the head
     flops = 2 * (counts.active_params - head) * length + 2 * head
@@ -356,7 +362,7 @@ def decode(
     loaded.model(batch, cache=cache)
     for hook in hooks:
         hook.remove()
-    median = statistics.median(seconds_of(lambda: loaded.model(batch, cache=cache), device, budget_s=8))
+    median = statistics.median(seconds_of(lambda: loaded.model(batch, cache=cache), device, budget_s=6))
     moe = next(layer.ffn for layer in spec.layers if layer.is_moe)
     experts = sum(
         p.nbytes for name, p in [*loaded.model.named_parameters(), *loaded.model.named_buffers()] if ".experts." in name

@@ -103,6 +103,15 @@ def test_terminal_redraws_at_most_ten_times_a_second_and_ends_its_line() -> None
     assert stream.getvalue().count("\n") == 1
 
 
+def test_ranks_that_repeat_their_end_draw_one_line() -> None:
+    stream = Terminal()
+    progress = TerminalProgress(num_ranks=2, stream=stream, clock=Clock())
+    for rank, done in ((0, 1000), (0, 1000), (1, 500), (1, 1000), (1, 1000), (0, 1000)):
+        progress(report(rank, done))
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().rstrip().endswith("2 of 2 ranks")
+
+
 def test_a_shorter_line_covers_the_longer_one_before() -> None:
     stream = Terminal()
     progress = TerminalProgress(stream=stream, clock=Clock())

@@ -2,5 +2,6 @@
 
 from workbench.deployment.handle import Deployment, Timeouts
 from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, RankStats
+from workbench.deployment.summary import LoadSummary
 
-__all__ = ["Deployment", "ForwardResult", "LoadProgress", "LoadReport", "RankStats", "Timeouts"]
+__all__ = ["Deployment", "ForwardResult", "LoadProgress", "LoadReport", "LoadSummary", "RankStats", "Timeouts"]

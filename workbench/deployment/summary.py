@@ -39,12 +39,12 @@ class LoadSummary:
         """Of the slowest rank."""
         return max(report.stats["seconds"] for report in self.reports)
 
-    @property
-    def memory_excess(self) -> int:
-        """Largest growth of a rank's host memory beyond resident bytes and staging window; at most 0 where it holds."""
-        return max(
-            int(r.stats["peak_host_bytes"] - r.stats["resident_bytes"] - r.stats["window_bytes"]) for r in self.reports
-        )
+    def memory_excess(self, *, on_host: bool) -> int:
+        """Largest growth of a rank's host memory beyond the staging window and, with `on_host`, the weights themselves.
+
+        At most 0 where the bound holds.
+        """
+        return max(int(_beyond_bound(report, on_host)) for report in self.reports)
 
     @property
     def rows_missing(self) -> int:
@@ -102,3 +102,8 @@ def _count(report: LoadReport, key: str) -> int:
     value = report.ledger[key]
     assert isinstance(value, int)
     return value
+
+
+def _beyond_bound(report: LoadReport, on_host: bool) -> float:
+    stats = report.stats
+    return stats["peak_host_bytes"] - stats["window_bytes"] - (stats["resident_bytes"] if on_host else 0)

@@ -34,8 +34,8 @@ class ReadPolicy:
 
     A column slice is many short segments. Exact reads cost one call each, which is cheap on local storage; where the
     median of the last segments took longer than `slow_read_s`, and several times as long as a call that reads nothing,
-    gaps up to `largest_gap` bytes are read and dropped instead, and counted in `bytes_through`. `slow_read_s=None` keeps
-    all reads exact.
+    gaps up to `largest_gap` bytes are read and dropped instead, and counted in `bytes_through`. `slow_read_s=None`
+    keeps all reads exact.
     """
 
     slow_read_s: float | None = 300e-6

@@ -21,6 +21,7 @@ from workbench.serving.inputs import (
     Tokenizer,
     read_tokenizer,
 )
+from workbench.serving.open import open_service
 from workbench.serving.reply import Answer, Reply, Timings, Usage
 from workbench.serving.requests import GenerationRequest, PlacedImage, SamplingParams
 from workbench.serving.service import MultimodalInferenceService
@@ -61,6 +62,7 @@ __all__ = [
     "TokenEvent",
     "Tokenizer",
     "Usage",
+    "open_service",
     "read_tokenizer",
 ]
 

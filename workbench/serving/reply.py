@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 
-from workbench.base import RequestError
+from workbench.base import RequestError, printable
 from workbench.serving.engine import Generation, TokenEvent
 from workbench.serving.inputs import AnswerStream, Tokenizer
 from workbench.serving.inputs.messages import AnswerDelta
@@ -66,6 +66,32 @@ class Answer:
 
     def __str__(self) -> str:
         return self.text
+
+    def render(self) -> str:
+        """The text, and a line of counts and times."""
+        first, rest = self.timings.first_token_s, self.timings.per_token_s
+        times = [f"first token after {first:.3f} s"] if first is not None else []
+        times += [f"then {rest:.4f} s per token"] if rest is not None else []
+        counts = (
+            f"{self.usage.prompt_tokens} prompt tokens, {self.usage.completion_tokens} generated, {self.finish_reason}"
+        )
+        return f"{printable(self.text)}\n\n{'; '.join([counts, *times])}"
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "text": self.text,
+            "thinking": self.thinking,
+            "token_ids": list(self.token_ids),
+            "logprobs": list(self.logprobs),
+            "finish_reason": self.finish_reason,
+            "usage": asdict(self.usage),
+            "timings": {
+                "queued_s": self.timings.queued_s,
+                "first_token_s": self.timings.first_token_s,
+                "per_token_s": self.timings.per_token_s,
+                "total_s": self.timings.total_s,
+            },
+        }
 
 
 class Reply:

@@ -146,7 +146,8 @@ class LoadWatch:
 class TerminalProgress:
     """A bar on one line of a terminal, redrawn in place; says nothing where the stream is no terminal.
 
-    Pass it as a progress callback. The line ends by itself when everything is read; `close()` ends it earlier.
+    Pass it as a progress callback. The line ends by itself when all `num_ranks` have read everything (where their
+    number is unknown: all that have reported); `close()` ends it earlier.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class TerminalProgress:
         self._lock = threading.Lock()
         self._drawn_at = float("-inf")
         self._width = 0  # of what stands on the line now; 0: nothing does
+        self._ranks_ended = 0  # how many had reported when the line was ended
 
     def __call__(self, report: ProgressReport) -> None:
         self.watch(report)
@@ -171,8 +173,10 @@ class TerminalProgress:
         with self._lock:
             snapshot, now = self.watch.snapshot(), self._clock()
             if snapshot.is_done:
-                self._draw(snapshot.line())
-                self._end()
+                if len(snapshot.ranks) > self._ranks_ended:  # a rank may say more than once that it is done
+                    self._ranks_ended = len(snapshot.ranks)
+                    self._draw(snapshot.line())
+                    self._end()
             elif now - self._drawn_at >= REDRAW_S:
                 self._drawn_at = now
                 self._draw(snapshot.line())

@@ -1,0 +1,66 @@
+"""Host memory of a load, as the kernel counts it, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workbench.checkpoint import Checkpoint, k3_config, write_checkpoint
+
+MIB = 1 << 20
+WINDOW = 16 * MIB
+SLACK = 8 * MIB  # plan, ledger and what the allocator keeps between batches
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 200 MB: two thirds packed experts, the rest matrices; files of 30 to 70 MB."""
+    config = k3_config(
+        num_layers=3, full_attn_layers=(2, 3), hidden_size=1024, vocab_size=16384, dense_width=4096, kda_heads=8,
+        kda_head_dim=64, mla_heads=8, q_rank=256, kv_rank=128, num_experts=32, expert_width=1024, latent_dim=1024,
+        num_shared=1,
+    )  # fmt: skip
+    return write_checkpoint(tmp_path_factory.mktemp("large") / "k3", config, seed=1)
+
+
+def probe(root: Path, warm: Path, precision: str, tp: int, ep: int, how: str = "stream") -> dict[str, float]:
+    command = [sys.executable, str(Path(__file__).with_name("memory_probe.py")), str(root), str(warm)]
+    done = subprocess.run(
+        [*command, precision, str(WINDOW), str(tp), str(ep), how],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("precision", "tp", "ep"), [("mxfp4", 2, 2), ("bf16", 2, 2), ("int4", 1, 1), ("fp8", 4, 2), ("fp32", 4, 4)]
+)
+def test_l21_peak_memory_of_a_rank_is_its_weights_and_the_window(
+    large: Path, sound: Path, precision: str, tp: int, ep: int
+) -> None:
+    """L21: nothing drains the checkpoint into host memory, and temporaries of every transform stay in the window."""
+    assert Checkpoint.open(large).total_bytes > 190 * MIB
+    found = probe(large, sound / "F0", precision, tp, ep)
+    bound = found["resident_bytes"] + WINDOW
+    text = f"{precision} tp{tp} ep{ep}: grew {found['growth'] / MIB:.1f} MiB, weights and window {bound / MIB:.1f} MiB"
+    print(text)
+    assert found["growth"] <= bound + SLACK, text
+    assert found["peak_host_bytes"] <= found["growth"] + MIB, "the loader's own figure is no larger than the kernel's"
+    assert found["peak_host_bytes"] >= 0.8 * found["resident_bytes"]
+    assert found["read_ratio"] <= 1.02
+
+
+def test_l21_a_loader_that_drains_the_checkpoint_first_breaks_the_bound(large: Path, sound: Path) -> None:
+    """L21: the measurement sees what it is meant to see."""
+    found = probe(large, sound / "F0", "mxfp4", 2, 2, how="drain")
+    assert found["growth"] > found["resident_bytes"] + WINDOW + SLACK

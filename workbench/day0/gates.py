@@ -1,0 +1,158 @@
+"""The acceptance gates, as data: what is asked, what answer is good enough, and where in the stack a failure points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workbench.report import Gate
+from workbench.report.gates import Relation, Value
+
+__all__ = ["GATES", "GateBook", "GateForm"]
+
+RUNTIME, OPERATORS, FRAMEWORK, APPLICATION = (
+    "driver and runtime",
+    "compilation and operators",
+    "framework",
+    "application",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateForm:
+    """A gate before its value is known."""
+
+    layer: str
+    question: str
+    threshold: Value
+    relation: Relation = "=="
+    unit: str = ""
+
+
+GATES: Mapping[str, GateForm] = {
+    "device.features": GateForm(
+        layer=RUNTIME,
+        question="Does the device do what the model needs, with right numbers? (features that fail)",
+        threshold=0,
+    ),
+    "checkpoint.audit": GateForm(
+        layer=FRAMEWORK,
+        question="Are the files whole, consistent, and one-to-one with the model? (errors)",
+        threshold=0,
+    ),
+    "loading.rows": GateForm(
+        layer=FRAMEWORK, question="Was every parameter row written exactly once? (rows missing)", threshold=0
+    ),
+    "loading.read_ratio": GateForm(
+        layer=FRAMEWORK,
+        question="Did the ranks together read only the bytes that the plan assigns them? (read over assigned)",
+        threshold=1.02,
+        relation="<=",
+    ),
+    "loading.memory": GateForm(
+        layer=FRAMEWORK,
+        question="Did host memory stay within the weights a rank keeps there plus the staging window? (growth beyond)",
+        threshold=0,
+        relation="<=",
+        unit="B",
+    ),
+    "parity.fp32": GateForm(
+        layer=OPERATORS,
+        question="In fp32, do the ranks compute the published model, layer by layer? (tensors out of tolerance)",
+        threshold=0,
+    ),
+    "parity.fp32_tokens": GateForm(
+        layer=OPERATORS,
+        question="In fp32, does cached decoding choose the tokens the reference would choose? (tokens apart)",
+        threshold=0,
+    ),
+    "parity.batch": GateForm(
+        layer=FRAMEWORK,
+        question="In fp32, is a request answered the same alone and among others? (answers apart)",
+        threshold=0,
+    ),
+    "parity.serving": GateForm(
+        layer=OPERATORS,
+        question="In the precision served, do the ranks stay within its rounding of the published model? (tensors out)",
+        threshold=0,
+    ),
+    "answers.text": GateForm(
+        layer=APPLICATION, question="Were short, medium and long text requests answered? (requests failed)", threshold=0
+    ),
+    "answers.image": GateForm(
+        layer=APPLICATION, question="Were requests with pictures answered? (requests failed)", threshold=0
+    ),
+    "answers.looks": GateForm(
+        layer=APPLICATION,
+        question="Does the answer depend on the picture? (first-token distribution changes with it)",
+        threshold=True,
+    ),
+    "serving.slots": GateForm(
+        layer=APPLICATION, question="Is every cache slot free again after the requests? (slots held)", threshold=0
+    ),
+    "latency.first_token": GateForm(
+        layer=APPLICATION,
+        question="Is the first token there in time? (slowest request)",
+        threshold=10.0,
+        relation="<=",
+        unit="s",
+    ),
+    "latency.per_token": GateForm(
+        layer=APPLICATION,
+        question="Do the tokens after it follow in time? (mean of the slowest request)",
+        threshold=1.0,
+        relation="<=",
+        unit="s",
+    ),
+}
+
+
+class GateBook:
+    """Collects values for the forms; what nobody measured is reported as not measured, with the reason."""
+
+    def __init__(self, forms: Mapping[str, GateForm] = GATES) -> None:
+        self._forms = forms
+        self._gates: dict[str, Gate] = {}
+        self._reasons: dict[str, str] = {}
+
+    def measured(self, gate_id: str, value: Value, *, evidence: str = "", conditions: str = "") -> Gate:
+        """Enter a value. Raises KeyError for an unknown gate and ValueError for one that has its value already."""
+        if gate_id in self._gates:
+            raise ValueError(f"gate {gate_id} has its value already")
+        form = self._forms[gate_id]
+        gate = Gate(
+            id=gate_id,
+            layer=form.layer,
+            question=form.question,
+            threshold=form.threshold,
+            relation=form.relation,
+            unit=form.unit,
+            value=value,
+            evidence=evidence,
+            conditions=conditions,
+        )
+        self._gates[gate_id] = gate
+        return gate
+
+    def unmeasured(self, prefix: str, reason: str) -> None:
+        """Say why gates whose id starts with `prefix` will have no value, unless they get one; the first reason stays."""
+        for gate_id in self._forms:
+            if gate_id.startswith(prefix):
+                self._reasons.setdefault(gate_id, reason)
+
+    def close(self) -> tuple[Gate, ...]:
+        """All gates in the order of the forms."""
+        return tuple(self._gates.get(gate_id) or self._missing(gate_id) for gate_id in self._forms)
+
+    def _missing(self, gate_id: str) -> Gate:
+        form = self._forms[gate_id]
+        return Gate(
+            id=gate_id,
+            layer=form.layer,
+            question=form.question,
+            threshold=form.threshold,
+            relation=form.relation,
+            unit=form.unit,
+            value=None,
+            evidence=self._reasons.get(gate_id, "an earlier step ended the run"),
+        )
