@@ -17,8 +17,8 @@ from typing import Any
 import gradio as gr
 
 from apps.conversation import ChatService, Conversation, Options, stream_answer
-from apps.weights import describe_weights
 from workbench.base import WorkbenchError
+from workbench.checkpoint import read_origin
 from workbench.deployment import Deployment
 from workbench.placement import Layout, choose_layout
 from workbench.serving import MultimodalInferenceService
@@ -186,7 +186,7 @@ def running_service(
         ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
         yield (
             service,
-            f"**{model}** · {describe_weights(model)} · {ranks} ({layout}) on {deployment.stats()[0].device}, "
+            f"**{model}** · {read_origin(model).note} · {ranks} ({layout}) on {deployment.stats()[0].device}, "
             f"{precision} · conversations of up to {context:,} tokens",
         )
 

@@ -17,7 +17,6 @@ from scripted import ScriptedService
 
 from apps.chat import EXAMPLES, IMAGES, build_app, launch, main
 from apps.conversation import Conversation
-from apps.weights import describe_weights
 from workbench.base import RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,26 +113,6 @@ def test_too_large_an_upload_is_refused(url: str) -> None:
         large = client.post("/gradio_api/upload", files={"files": ("a.png", b"x" * (21 << 20))})
     assert small.status_code == 200
     assert large.status_code == 413
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('{"weights": "random"}', "random weights: its answers are noise"),
-        ('{"weights": "trained"}', "trained weights"),
-        ("{", "weights of unknown origin (unreadable origin.json)"),
-        ('{"weights": 3}', "weights of unknown origin (unreadable origin.json)"),
-        (None, "weights as published"),
-    ],
-)
-def test_kind_of_weights_is_said_in_words(tmp_path: Path, content: str | None, expected: str) -> None:
-    if content is not None:
-        (tmp_path / "origin.json").write_text(content)
-    assert describe_weights(tmp_path) == expected
-
-
-def test_embedded_checkpoint_says_that_it_is_random() -> None:
-    assert describe_weights(ROOT / "data" / "k3-tiny").startswith("random")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from workbench.base import Table, human
+from workbench.base import Table, human, plain, printable_lines
 
 
 @pytest.mark.parametrize(
@@ -65,3 +67,13 @@ def test_missing_and_boolean_cells_are_words() -> None:
 def test_ragged_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="1 cells for 2 columns"):
         Table(columns=("a", "b"), rows=(("x",),))
+
+
+def test_printable_lines_keep_line_ends_and_spell_out_the_rest() -> None:
+    assert printable_lines("a\tb\n\x1b[31mred\u202e\udcff\r\n") == "a   b\n\\x1b[31mred\\u202e\\udcff\\r\n"
+
+
+def test_plain_values_survive_strict_json() -> None:
+    value = {"x": (float("nan"), [float("-inf")], 1.5), 3: {"y": None}}
+    assert plain(value) == {"x": ["nan", ["-inf"], 1.5], "3": {"y": None}}
+    json.dumps(plain(value), allow_nan=False)

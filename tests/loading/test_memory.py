@@ -14,7 +14,7 @@ from workbench.checkpoint import Checkpoint, k3_config, write_checkpoint
 
 MIB = 1 << 20
 WINDOW = 16 * MIB
-SLACK = 8 * MIB  # plan, ledger and what the allocator keeps between batches
+SLACK = 4 * MIB  # plan and ledger
 
 
 @pytest.fixture(scope="module")

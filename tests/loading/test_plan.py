@@ -221,3 +221,14 @@ def test_assignments_come_in_file_order(sound: Path) -> None:
     for folder in ("F0", "mixed"):
         positions = [x.position for x in make_plan(sound / folder, Layout(tp=2), 1).assignments]
         assert positions == sorted(positions)
+
+
+def test_a_layout_that_cuts_columns_too_finely_is_remarked_on(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from workbench.loading import plan
+
+    assert make_plan(sound / "F0", Layout(tp=4), 0).notes == ()
+    monkeypatch.setattr(plan, "MANY_SEGMENTS", 1000)
+    (note,) = make_plan(sound / "F0", Layout(tp=4), 0).notes
+    assert "segments of 3" in note
+    assert "a larger ep would join them" in note
+    assert make_plan(sound / "F0", Layout(), 0).notes == ()  # nothing is cut

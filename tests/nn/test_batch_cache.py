@@ -10,6 +10,7 @@ from nn_tiny import batch_of, tiny_cache, tiny_model, tiny_spec
 
 from workbench.base import RequestError
 from workbench.nn import Segments, StateCache, TokenBatch
+from workbench.nn.gather import RowMap
 
 
 def test_whole_sequences_are_packed_with_the_last_row_of_each_wanted() -> None:
@@ -58,7 +59,7 @@ def test_chunks_come_wave_by_wave_with_the_longest_sequence_first() -> None:
     table = Segments(TokenBatch.whole([[0] * 3, [0], [0] * 8, [0] * 5])).chunks(4)
     assert table.sequences.tolist() == [2, 3, 0]
     assert table.active == [3, 2]
-    padding = 17
+    padding = -1
     assert table.rows.tolist() == [
         [4, 5, 6, 7],
         [12, 13, 14, 15],
@@ -66,8 +67,30 @@ def test_chunks_come_wave_by_wave_with_the_longest_sequence_first() -> None:
         [8, 9, 10, 11],
         [16, padding, padding, padding],
     ]
-    assert table.rows.flatten()[table.places].tolist() == table.packed_rows.tolist()
-    assert sorted(table.packed_rows.tolist()) == [row for row in range(17) if row != 3]
+    assert sorted(row for row in table.rows.flatten().tolist() if row >= 0) == [row for row in range(17) if row != 3]
+
+
+def test_rows_by_head_come_back_where_they_were_and_padding_is_zero() -> None:
+    table = Segments(TokenBatch.whole([[0] * 3, [0], [0] * 8, [0] * 5])).chunks(4)
+    x = torch.arange(17 * 2, dtype=torch.float64).view(34, 1) + 1  # token t, head h: 2 t + h + 1
+    by_head = table.by_head(2)
+    chunks = by_head(x).view(5, 2, 4)
+    assert chunks[2].tolist() == [[1, 3, 5, 0], [2, 4, 6, 0]]  # the first sequence: three tokens and padding
+    back = by_head.back(chunks.reshape(-1, 1))
+    assert back.flatten().tolist() == [0 if row in (6, 7) else row + 1 for row in range(34)]  # token 3 is in no chunk
+
+
+def test_gradients_of_a_row_map_are_those_of_indexing() -> None:
+    index = torch.tensor([4, -1, 0, 2, -1])
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    row_map = RowMap(index, 6)
+    assert torch.autograd.gradcheck(row_map, x)
+    assert torch.equal(row_map(x)[[0, 2, 3]], x[[4, 0, 2]])
+    assert not row_map(x)[[1, 4]].any()
+    y = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(row_map.back, y)
+    assert torch.equal(row_map.back(y)[[4, 0, 2]], y[[0, 2, 3]])
+    assert not row_map.back(y)[[1, 3, 5]].any()
 
 
 def test_the_tables_of_an_empty_batch_are_empty() -> None:

@@ -138,16 +138,18 @@ def test_a_sequence_going_on_in_pieces_equals_it_in_one_piece() -> None:
 
 def test_decayed_products_are_the_sum_of_differences() -> None:
     q, k, _, g, _, _ = inputs((48,), "mixed")
-    q, k, total = q.transpose(0, 1), k.transpose(0, 1), g.transpose(0, 1).cumsum(-2)
+    q, k, g = q.transpose(0, 1), k.transpose(0, 1), g.transpose(0, 1)
+    total = g.cumsum(-2)
     differences = total[:, :, None] - total[:, None]  # (H, i, j, d)
     expected = torch.einsum("hid,hjd,hijd->hij", q, k, differences.clamp(max=0).exp()).tril()
-    assert_near(decayed_products(q, k, total).tril(), expected, 1e-12)
+    assert_near(decayed_products(q, k, g).tril(), expected, 1e-12)
 
 
 def test_dividing_by_a_decay_that_underflowed_would_be_noticed() -> None:
     """The shortcut q e^G times k e^-G, which the blocks avoid, is not finite in float32 after 18 strong tokens."""
     q, k, _, g, _, _ = (x.float() for x in inputs((48,), "strongest"))
-    q, k, total = q.transpose(0, 1), k.transpose(0, 1), g.transpose(0, 1).cumsum(-2)
+    q, k, g = q.transpose(0, 1), k.transpose(0, 1), g.transpose(0, 1)
+    total = g.cumsum(-2)
     shortcut = (q * total.exp()) @ (k * (-total).exp()).mT
     assert not torch.isfinite(shortcut.tril()).all()
-    assert torch.isfinite(decayed_products(q, k, total).tril()).all()
+    assert torch.isfinite(decayed_products(q, k, g).tril()).all()

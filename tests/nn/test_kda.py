@@ -96,13 +96,29 @@ def test_the_convolution_sees_its_own_sequence_only_and_the_newest_tap_is_last()
     conv = ShortConv(3, 4)
     conv.weight.data = torch.tensor([1.0, 10.0, 100.0, 1000.0]).repeat(3, 1, 1)
     segments = Segments(TokenBatch.whole([[0, 0], [0, 0, 0]]))
-    windows, tails = segments.windows(4)
-    before = torch.zeros(2 * 3, 3)
-    before[2] = 5.0  # the last input before the first sequence
-    rows = torch.cat([before, torch.tensor([1.0, 2, 3, 4, 6])[:, None].expand(5, 3)])
+    before = torch.zeros(2, 3, 3)
+    before[0, :, 2] = 5.0  # the last input before the first sequence
+    x = torch.tensor([1.0, 2, 3, 4, 6])[:, None].expand(5, 3)
     sums = [1500.0, 2150.0, 3000.0, 4300.0, 6430.0]
-    assert_near(conv(rows, windows)[:, 0], torch.tensor(sums), 1e-6)  # SiLU is the identity this far out
-    assert rows[tails][..., 0].tolist() == [[5, 1, 2], [3, 4, 6]]
+    assert_near(conv(x, segments, before)[:, 0], torch.tensor(sums), 1e-6)  # SiLU is the identity this far out
+    assert conv.tail(x, segments, before)[:, 0].tolist() == [[5, 1, 2], [3, 4, 6]]
+    sums[:2] = [1000.0, 2100.0]  # nothing before the first sequence
+    assert_near(conv(x, segments)[:, 0], torch.tensor(sums), 1e-6)
+
+
+@pytest.mark.parametrize("lengths", [(2, 7, 1, 3), (1,), (2,)])
+def test_whole_sequences_are_convolved_as_with_zeros_before_them_gradients_too(lengths: tuple[int, ...]) -> None:
+    segments = Segments(TokenBatch.whole([[0] * length for length in lengths]))
+    x, taps = draw(sum(lengths), 3).requires_grad_(), draw(3, 1, 4, seed=4).requires_grad_()
+    conv = ShortConv(3, 4)
+    del conv.weight
+    conv.weight = taps  # float64, unlike a parameter of the module
+    outputs = conv(x, segments), conv(x, segments, torch.zeros(len(lengths), 3, 3, dtype=torch.float64))
+    assert_near(outputs[0], outputs[1], 1e-14)
+    weights = draw(sum(lengths), 3, seed=5)
+    found, expected = (torch.autograd.grad((y * weights).sum(), (x, taps)) for y in outputs)
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b, 1e-13)
 
 
 def test_the_cache_keeps_the_last_inputs_and_the_state_of_its_own_slot() -> None:

@@ -136,12 +136,45 @@ def test_dispatch_is_asked_even_without_tokens() -> None:
 
 def test_each_expert_runs_once_on_all_its_tokens() -> None:
     moe, x = block(), draw(60, DIM)
-    calls: list[tuple[int, int]] = []
+    calls: list[tuple[Tensor, int]] = []
     original = moe.experts.one
-    moe.experts.one = lambda expert, inputs: calls.append((expert, len(inputs))) or original(expert, inputs)
+    moe.experts.one = lambda own, *matrices: calls.append((matrices[0], len(own))) or original(own, *matrices)
     moe(x)
     ids, _ = moe.router(x)
-    assert calls == [(e, int((ids == e).sum())) for e in range(10) if (ids == e).any()]
+    expected = [(moe.experts.w1.weight[e], int((ids == e).sum())) for e in range(10) if (ids == e).any()]
+    assert [count for _, count in calls] == [count for _, count in expected]
+    assert all(torch.equal(found, own) for (found, _), (own, _) in zip(calls, expected, strict=True))
+
+
+def test_gradients_of_stacked_experts_are_those_of_each_alone() -> None:
+    moe, x = block(), draw(23, DIM)
+    experts = moe.experts.requires_grad_()
+    latent = moe.latent_in(x).detach().requires_grad_()
+    ids, weights = moe.router(x)
+    weights = weights.detach().requires_grad_()
+    targets = [latent, weights, experts.w1.weight, experts.w2.weight, experts.w3.weight]
+    found = torch.autograd.grad(experts(latent, ids, weights).square().sum(), targets)
+    rows = []
+    for t in range(23):
+        parts = (
+            weights[t, i] * experts.one(latent[t], experts.w1.weight[e], experts.w2.weight[e], experts.w3.weight[e])
+            for i, e in enumerate(ids[t].tolist())
+        )
+        rows.append(sum(parts))
+    expected = torch.autograd.grad(torch.stack(rows).square().sum(), targets)
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b, 1e-12)
+
+
+def test_without_tokens_here_the_result_still_carries_a_gradient_back() -> None:
+    """Else this rank would stay out of the collectives of the backward pass."""
+    experts = block().experts.requires_grad_()
+    latent = torch.zeros(2, SPEC.latent_dim, dtype=torch.float64, requires_grad=True)
+    nowhere = torch.full((2, SPEC.top_k), -1)
+    out = experts(latent, nowhere, torch.ones(2, SPEC.top_k, dtype=torch.float64))
+    out.sum().backward()
+    assert latent.grad is not None
+    assert not latent.grad.any()
 
 
 def test_grouping_orders_by_expert_and_drops_those_elsewhere() -> None:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from workbench.report import Gate, gates_table, verdict_of
+from workbench.report.gates import gates_text
 
 
 def gate(gate_id: str = "a.b", **changes: object) -> Gate:
@@ -94,3 +95,27 @@ def test_table_leads_with_the_verdict() -> None:
     text = gates_table([gate("first"), gate("second", value=3.0)]).render()
     assert text.startswith("FAIL: 1 passed, 1 failed; blocking: second")
     assert "first" in text
+
+
+LONG = "layer 6, tensor kda_conv: relative 2.1e-01, tolerance 2.0e-01; look at mixer.{q,k,v}_proj. " * 4
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_text_for_a_terminal_keeps_to_its_width_and_tells_failures_in_full(width: int) -> None:
+    gates = [gate("a.first", evidence=LONG), gate("b.second", value=3.0, evidence=LONG)]
+    text = gates_text(gates, width)
+    assert max(map(len, text.splitlines())) <= width
+    table, _, below = text.partition("fail: b.second")
+    assert ("…" in table) is (width > 60)  # a narrow terminal has no evidence column
+    assert " ".join(below.split()) == f"? {LONG}".strip()
+
+
+def test_gates_without_a_value_for_one_reason_are_told_together() -> None:
+    gates = [gate(f"loading.{i}", value=None, evidence="LoadError: torn\x1b[31m") for i in range(3)]
+    text = gates_text([gate(), *gates], 80)
+    assert "not measured: loading.0, loading.1, loading.2\n    LoadError: torn\\x1b[31m" in text
+    assert "\x1b" not in text
+
+
+def test_nothing_is_told_below_where_all_pass() -> None:
+    assert gates_text([gate(evidence="seen")], 80).splitlines()[-1].endswith("seen")

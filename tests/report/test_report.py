@@ -141,6 +141,11 @@ def test_unreadable_reports_are_refused(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("[]")
     with pytest.raises(ConfigError, match="not a Day-0 report"):
         read_report(tmp_path / "report.json")
+    record = sample_report().to_json()
+    del record["gates"][0]["threshold"]
+    (tmp_path / "report.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"report\.json: a damaged report: KeyError: 'threshold'"):
+        read_report(tmp_path)
 
 
 def test_two_gates_of_one_id_and_an_unknown_kind_of_weights_are_refused() -> None:

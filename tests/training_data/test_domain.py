@@ -28,10 +28,10 @@ def test_there_are_enough_facts_and_phrasings(facts: tuple[Fact, ...]) -> None:
     assert len({fact.answer for fact in facts}) == len(facts), "two facts share an answer"
 
 
-def test_each_fact_keeps_back_a_fifth_and_at_least_one_phrasing(facts: tuple[Fact, ...]) -> None:
+def test_each_fact_keeps_back_a_tenth_and_at_least_one_phrasing(facts: tuple[Fact, ...]) -> None:
     for fact in facts:
         held_out, train = (fact.questions(is_held_out=side) for side in (True, False))
-        assert len(held_out) == max(1, len(fact.phrasings) // 5)
+        assert len(held_out) == max(1, len(fact.phrasings) // 10)
         assert len(train) > len(held_out)
 
 
@@ -51,7 +51,7 @@ def test_training_never_asks_a_held_out_phrasing(facts: tuple[Fact, ...]) -> Non
 def test_the_split_does_not_depend_on_the_order_of_phrasings(tmp_path: Path) -> None:
     sides = []
     for order in (1, -1):
-        asks = [f"Is the rank number {n} a process?" for n in range(10)][::order]
+        asks = [f"Is the rank number {n} a process?" for n in range(20)][::order]
         quoted = ", ".join(f'"{text}"' for text in asks)
         (tmp_path / "a.toml").write_text(f'[[fact]]\nid = "r"\nanswer = "Yes."\nask = [{quoted}]\n')
         (fact,) = read_facts(tmp_path)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from workbench.align.reference_vision import ReferenceImage, reference_vision
 from workbench.align.reference_weights import PublishedWeights, read_reference_config
+from workbench.align.rounding import Round, RowRounding
 from workbench.base import RequestError
 
 __all__ = ["ReferencePrompt", "Trace", "reference_traces"]
@@ -38,40 +39,61 @@ class ReferencePrompt:
     """Token ids, and the pictures that replace the placeholder tokens among them, in order.
 
     A picture may stand as one placeholder (the sequence then grows) or as one placeholder per feature row.
+    `bf16_grid`: None computes exactly; else results are rounded to bf16 on this grid (see `rounding.py`) wherever the
+    published network, run in bf16, rounds them.
     """
 
     token_ids: tuple[int, ...]
     images: tuple[ReferenceImage, ...] = ()
+    bf16_grid: float | None = None
 
 
 @dataclass
 class _Recorder:
-    """Collects packed per-token tensors and per-sequence states, and hands out one trace per sequence."""
+    """Collects packed per-token tensors and per-sequence states, and hands out one trace per sequence.
+
+    `followed`: for each sequence the tensors that take the place of the own ones once these are recorded.
+    """
 
     spans: list[slice]
     keep: Callable[[str], bool]
-    choices: Sequence[Mapping[str, Tensor]] | None
+    followed: Sequence[Mapping[str, Tensor]]
+    round: Round
     traces: list[Trace] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.traces = [{} for _ in self.spans]
 
     def tokens(self, name: str, packed: Tensor) -> Tensor:
-        """Record a tensor whose dim 0 is the packed tokens, and return it: recording reads as part of the maths."""
+        """Record a tensor whose dim 0 is the packed tokens, and return what the computation goes on with: this tensor,
+        or for sequences that follow another implementation its tensor, where it is one of the same shape and finite."""
         if self.keep(name):
             for trace, span in zip(self.traces, self.spans, strict=True):
                 trace[name] = packed[span].clone()
-        return packed
+        used = packed
+        for span, followed in zip(self.spans, self.followed, strict=True):
+            other = followed.get(name)
+            if other is not None and other.shape == packed[span].shape and bool(other.isfinite().all()):
+                used = packed.clone() if used is packed else used
+                used[span] = other.to(packed)
+        return used
 
     def state(self, name: str, sequence_idx: int, value: Tensor) -> None:
         if self.keep(name):
             self.traces[sequence_idx][name] = value.clone()
 
-    def choice(self, layer_idx: int) -> Tensor | None:
-        """(T, K) experts that the other implementation chose in this layer; None where they are not to be followed."""
-        if self.choices is None:
-            return None
-        return torch.cat([choice[f"L{layer_idx}.topk_idx"].cpu().long() for choice in self.choices])
+    def choose(self, layer_idx: int, own: Tensor, biased: Tensor) -> Tensor:
+        """(T, K) experts to use: `own`, or those of the implementation that a sequence follows. Records by how much
+        these score worse. `biased` (T, E) are the scores that choose."""
+        used, name = own.clone(), f"L{layer_idx}."
+        for trace, span, followed in zip(self.traces, self.spans, self.followed, strict=True):
+            if self.keep(f"{name}topk_idx"):
+                trace[f"{name}topk_idx"] = own[span].clone()
+            if (other := followed.get(f"{name}topk_idx")) is not None:
+                used[span], regret = _follow(own[span], other.cpu().long(), biased[span])
+                if self.keep(f"{name}route_regret"):
+                    trace[f"{name}route_regret"] = regret
+        return used
 
 
 def _keep_all(name: str) -> bool:
@@ -85,7 +107,7 @@ def reference_traces(
     *,
     dtype: torch.dtype = torch.float64,
     keep: Callable[[str], bool] = _keep_all,
-    choices: Sequence[Mapping[str, Tensor]] | None = None,
+    follow: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> list[Trace]:
     """What the model in folder `root` computes on each prompt, as one trace per prompt, in `dtype` on the CPU.
 
@@ -97,10 +119,11 @@ def reference_traces(
     `logits` (T, vocabulary); per picture n `image{n}.patch_embed`, `.block{b}`, `.encoder_out`, `.tower`, `.projector`.
     `keep(name)` chooses what is recorded (memory grows with tokens times layers).
 
-    `choices` holds one trace per prompt of another implementation, whose `topk_idx` are followed instead of the own
-    choice: a token that rounding tipped to another expert then stays comparable in all that follows. `topk_idx` still
-    records the own choice, and `route_regret` (T,) by how much the own last expert outscores the lowest followed one
-    (0 where the choices agree, infinity for a choice that is none).
+    `follow` holds for each prompt tensors of another implementation's trace. Once the own tensor of that name is
+    recorded, the other takes its place in all that comes after. With `topk_idx` alone (`choices_of`), a token that
+    rounding tipped to another expert stays comparable; with a whole trace, every tensor is computed from the other's
+    inputs, and differs by what one step does. States are recorded, not followed. `route_regret` (T,) says by how much
+    the own last expert outscores the lowest followed one (0 where the choices agree, infinity for a choice that is none).
 
     Raises CheckpointError for a missing tensor, RequestError for placeholders that do not match the pictures.
     """
@@ -108,12 +131,14 @@ def reference_traces(
     with PublishedWeights(root, dtype) as weights:
         rows, image_traces = [], []
         for prompt in prompts:
-            images = [reference_vision(weights, config, vision, image) for image in prompt.images]
+            images = [reference_vision(weights, config, vision, x, bf16_grid=prompt.bf16_grid) for x in prompt.images]
             rows.append(_embed(weights, config, prompt, [image["projector"] for image in images]))
             image_traces.append(images)
         stops = torch.tensor([len(r) for r in rows]).cumsum(0).tolist()
         spans = [slice(stop - len(r), stop) for r, stop in zip(rows, stops, strict=True)]
-        recorder = _Recorder(spans=spans, keep=keep, choices=choices)
+        rounding = RowRounding([len(r) for r in rows], [prompt.bf16_grid for prompt in prompts], dtype)
+        followed = [{}] * len(prompts) if follow is None else follow
+        recorder = _Recorder(spans=spans, keep=keep, followed=followed, round=rounding)
         for trace, images in zip(recorder.traces, image_traces, strict=True):
             for n, image in enumerate(images):
                 trace.update({f"image{n}.{name}": value for name, value in image.items() if keep(f"image{n}.{name}")})
@@ -151,6 +176,7 @@ def _decoder(weights: PublishedWeights, text: dict[str, Any], embedded: Tensor, 
     """All layers over the packed tokens. `saved` are the block sums, `p` the running sum that restarts with a block."""
     eps, block = text["rms_norm_eps"], text["attn_res_block_size"]
     kda_positions = set(text["linear_attn_config"]["kda_layers"])  # counted from 1
+    r = recorder.round
     saved: list[Tensor] = []
     p: Tensor | None = embedded
     for i in range(text["num_hidden_layers"]):
@@ -164,24 +190,24 @@ def _decoder(weights: PublishedWeights, text: dict[str, Any], embedded: Tensor, 
 
         assert p is not None
         if saved:
-            h = mix([*saved, p], read("self_attention_res_norm.weight"), read("self_attention_res_proj.weight")[0], eps)
+            h = mix([*saved, p], read("self_attention_res_norm.weight"), read("self_attention_res_proj.weight")[0], eps, r)
         else:
             h = p
-        record("attn_in", h)
+        h = record("attn_in", h)
         if i % block == 0:
             saved.append(p)
             p = None
-        x = rms_norm(h, read("input_layernorm.weight"), eps)
+        x = rms_norm(h, read("input_layernorm.weight"), eps, r)
         mixer = kda if i + 1 in kda_positions else mla
         attended = record("attn_out", mixer(read, text, x, recorder, i))
-        p = attended if p is None else p + attended
-        h = mix([*saved, p], read("mlp_res_norm.weight"), read("mlp_res_proj.weight")[0], eps)
-        record("mlp_in", h)
-        x = rms_norm(h, read("post_attention_layernorm.weight"), eps)
+        p = attended if p is None else r(p + attended)
+        h = mix([*saved, p], read("mlp_res_norm.weight"), read("mlp_res_proj.weight")[0], eps, r)
+        h = record("mlp_in", h)
+        x = rms_norm(h, read("post_attention_layernorm.weight"), eps, r)
         is_moe = i >= text["first_k_dense_replace"]
-        fed = latent_moe(read, text, x, record, recorder.choice(i)) if is_moe else situ_ffn(read, text, "mlp.", x)
-        p = p + record("ffn_out", fed)
-        record("sum", p)
+        fed = latent_moe(read, text, x, recorder, i) if is_moe else situ_ffn(read, text, "mlp.", x, r)
+        p = r(p + record("ffn_out", fed))
+        p = record("sum", p)
     assert p is not None
     final = "language_model.model."
     recorder.tokens("blocks", torch.stack(saved, dim=1))
@@ -190,21 +216,26 @@ def _decoder(weights: PublishedWeights, text: dict[str, Any], embedded: Tensor, 
         weights(f"{final}output_attn_res_norm.weight"),
         weights(f"{final}output_attn_res_proj.weight")[0],
         eps,
+        r,
     )
-    recorder.tokens("final_mix", mixed)
-    hidden = recorder.tokens("final_hidden", rms_norm(mixed, weights(f"{final}norm.weight"), eps))
-    recorder.tokens("logits", hidden @ weights("language_model.lm_head.weight").T)
+    mixed = recorder.tokens("final_mix", mixed)
+    hidden = recorder.tokens("final_hidden", rms_norm(mixed, weights(f"{final}norm.weight"), eps, r))
+    recorder.tokens("logits", r(hidden @ weights("language_model.lm_head.weight").T))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
+def normalise(x: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def mix(sources: list[Tensor], norm: Tensor, proj: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, r: Round) -> Tensor:
+    return r(weight * r(normalise(x, eps)))
+
+
+def mix(sources: list[Tensor], norm: Tensor, proj: Tensor, eps: float, r: Round) -> Tensor:
     """Softmax mix of raw source vectors, each scored by its normalised self: n tensors (T, D) -> (T, D)."""
     stacked = torch.stack(sources)
-    scores = rms_norm(stacked, norm, eps) @ proj
-    return (torch.softmax(scores, dim=0).unsqueeze(-1) * stacked).sum(0)
+    scores = norm * normalise(stacked, eps) @ proj
+    return r((torch.softmax(scores, dim=0).unsqueeze(-1) * stacked).sum(0))
 
 
 def situ(gate: Tensor, up: Tensor, text: dict[str, Any]) -> Tensor:
@@ -212,42 +243,42 @@ def situ(gate: Tensor, up: Tensor, text: dict[str, Any]) -> Tensor:
     return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * linear_beta * torch.tanh(up / linear_beta)
 
 
-def situ_ffn(read: Read, text: dict[str, Any], prefix: str, x: Tensor) -> Tensor:
-    inner = situ(x @ read(f"{prefix}gate_proj.weight").T, x @ read(f"{prefix}up_proj.weight").T, text)
-    return inner @ read(f"{prefix}down_proj.weight").T
+def situ_ffn(read: Read, text: dict[str, Any], prefix: str, x: Tensor, r: Round) -> Tensor:
+    gate, up = r(x @ read(f"{prefix}gate_proj.weight").T), r(x @ read(f"{prefix}up_proj.weight").T)
+    return r(r(situ(gate, up, text)) @ read(f"{prefix}down_proj.weight").T)
 
 
-def latent_moe(
-    read: Read, text: dict[str, Any], x: Tensor, record: Callable[[str, Tensor], Tensor], followed: Tensor | None
-) -> Tensor:
-    """Sigmoid router on the full width, experts at their own width, a norm over their weighted sum, shared experts."""
-    moe, top_k = "block_sparse_moe.", text["num_experts_per_token"]
+def latent_moe(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_idx: int) -> Tensor:
+    """Sigmoid router on the full width, experts at their own width, a norm over their weighted sum, shared experts.
+    Router scores and weights stay wide under rounding, and so does the sum over experts until it is complete."""
+    moe, top_k, r = "block_sparse_moe.", text["num_experts_per_token"], recorder.round
+
+    def record(name: str, value: Tensor) -> Tensor:
+        return recorder.tokens(f"L{layer_idx}.{name}", value)
+
     scores = record("router_scores", torch.sigmoid(x @ read(f"{moe}gate.weight").T))
     biased = scores + read(f"{moe}gate.e_score_correction_bias")
     ranked = biased.sort(dim=-1, descending=True)
     runner_up = ranked.values[:, top_k] if biased.shape[-1] > top_k else torch.full_like(biased[:, 0], float("-inf"))
     record("route_margin", ranked.values[:, top_k - 1] - runner_up)
-    chosen = record("topk_idx", ranked.indices[:, :top_k].sort(dim=-1).values)
-    if followed is not None:
-        followed, regret = _follow(chosen, followed, biased)
-        record("route_regret", regret)
-        chosen = followed
+    chosen = recorder.choose(layer_idx, ranked.indices[:, :top_k].sort(dim=-1).values, biased)
     weight = scores.gather(-1, chosen)  # the bias chooses, it does not weigh
     if text["moe_renormalize"]:
         weight = weight / (weight.sum(-1, keepdim=True) + ROUTER_EPS)
     weight = record("topk_w", weight * text["routed_scaling_factor"])
-    latent = record("moe_latent_in", x @ read(f"{moe}routed_expert_down_proj.weight").T)
+    latent = record("moe_latent_in", r(x @ read(f"{moe}routed_expert_down_proj.weight").T))
     combined = torch.zeros_like(latent)
     for expert in chosen.unique().tolist():
         token, slot = (chosen == expert).nonzero(as_tuple=True)
         name, t = f"{moe}experts.{expert}.", latent[token]
-        inner = situ(t @ read(f"{name}w1.weight").T, t @ read(f"{name}w3.weight").T, text)
-        combined[token] += weight[token, slot].unsqueeze(-1) * (inner @ read(f"{name}w2.weight").T)
-    record("moe_combined", combined)
+        gate, up = r(t @ read(f"{name}w1.weight").T, token), r(t @ read(f"{name}w3.weight").T, token)
+        y = r(r(situ(gate, up, text), token) @ read(f"{name}w2.weight").T, token)
+        combined[token] += weight[token, slot].unsqueeze(-1) * y
+    combined = record("moe_combined", r(combined))
     if text["latent_moe_use_norm"]:
-        combined = rms_norm(combined, read(f"{moe}routed_expert_norm.weight"), text["rms_norm_eps"])
-    routed = record("moe_routed_out", combined @ read(f"{moe}routed_expert_up_proj.weight").T)
-    return routed + record("moe_shared_out", situ_ffn(read, text, f"{moe}shared_experts.", x))
+        combined = rms_norm(combined, read(f"{moe}routed_expert_norm.weight"), text["rms_norm_eps"], r)
+    routed = record("moe_routed_out", r(combined @ read(f"{moe}routed_expert_up_proj.weight").T))
+    return r(routed + record("moe_shared_out", situ_ffn(read, text, f"{moe}shared_experts.", x, r)))
 
 
 def _follow(chosen: Tensor, followed: Tensor, biased: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,27 +293,28 @@ def _follow(chosen: Tensor, followed: Tensor, biased: Tensor) -> tuple[Tensor, T
 
 def kda(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_idx: int) -> Tensor:
     """Kimi Delta Attention, one token after another: decay, read, correct, write, then the output."""
-    linear, name = text["linear_attn_config"], f"L{layer_idx}."
+    linear, name, r = text["linear_attn_config"], f"L{layer_idx}.", recorder.round
     heads, width, kernel = linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"]
     convolved = []
     for n, part in enumerate("qkv"):
-        inputs, taps = x @ read(f"self_attn.{part}_proj.weight").T, read(f"self_attn.{part}_conv1d.weight")[:, 0]
+        inputs, taps = r(x @ read(f"self_attn.{part}_proj.weight").T), read(f"self_attn.{part}_conv1d.weight")[:, 0]
         out = torch.empty_like(inputs)
         for span in recorder.spans:
             padded = torch.cat((inputs.new_zeros(kernel - 1, inputs.shape[-1]), inputs[span]))
             length = len(padded) - kernel + 1
             out[span] = sum(padded[j : j + length] * taps[:, j] for j in range(kernel))  # the newest tap is the last
-        convolved.append(recorder.tokens(f"{name}kda_{part}", (out * torch.sigmoid(out)).unflatten(-1, (heads, width))))
+        active = r(out * torch.sigmoid(out)).unflatten(-1, (heads, width))
+        convolved.append(recorder.tokens(f"{name}kda_{part}", active))
         _record_conv(recorder, f"{name}kda_conv", n, inputs, kernel)
     q, k, v = convolved
     q = q / torch.sqrt(q.square().sum(-1, keepdim=True) + L2_EPS) * width**-0.5
     k = k / torch.sqrt(k.square().sum(-1, keepdim=True) + L2_EPS)
-    decay_in = x @ read("self_attn.f_a_proj.weight").T @ read("self_attn.f_b_proj.weight").T
+    decay_in = r(r(x @ read("self_attn.f_a_proj.weight").T) @ read("self_attn.f_b_proj.weight").T)
     decay_in = recorder.tokens(f"{name}kda_g", decay_in.unflatten(-1, (heads, width)))
     z = decay_in + read("self_attn.dt_bias").view(heads, width)
     rate = torch.exp(read("self_attn.A_log")[:heads]).unsqueeze(-1)  # stored longer than the number of heads
     alpha = torch.exp(linear["gate_lower_bound"] * torch.sigmoid(rate * z))
-    beta = torch.sigmoid(recorder.tokens(f"{name}kda_beta_logit", x @ read("self_attn.b_proj.weight").T))
+    beta = torch.sigmoid(recorder.tokens(f"{name}kda_beta_logit", r(x @ read("self_attn.b_proj.weight").T)))
     o = torch.empty_like(v)
     for sequence_idx, span in enumerate(recorder.spans):
         state = x.new_zeros(heads, width, width)  # (H, key, value)
@@ -293,10 +325,11 @@ def kda(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_
             state = state + k[t].unsqueeze(-1) * correction.unsqueeze(-2)
             o[t] = torch.einsum("hkv,hk->hv", state, q[t])
         recorder.state(f"{name}kda_state", sequence_idx, state.transpose(-1, -2))
-    recorder.tokens(f"{name}kda_o", o)
-    normed = rms_norm(o, read("self_attn.o_norm.weight"), text["rms_norm_eps"]).flatten(-2)
-    gated = recorder.tokens(f"{name}kda_gated", normed * torch.sigmoid(x @ read("self_attn.g_proj.weight").T))
-    return gated @ read("self_attn.o_proj.weight").T
+    o = recorder.tokens(f"{name}kda_o", r(o))
+    normed = read("self_attn.o_norm.weight") * normalise(o, text["rms_norm_eps"])
+    gate = torch.sigmoid(r(x @ read("self_attn.g_proj.weight").T))
+    gated = recorder.tokens(f"{name}kda_gated", r(normed.flatten(-2) * gate))
+    return r(gated @ read("self_attn.o_proj.weight").T)
 
 
 def _record_conv(recorder: _Recorder, name: str, part: int, inputs: Tensor, kernel: int) -> None:
@@ -311,20 +344,24 @@ def _record_conv(recorder: _Recorder, name: str, part: int, inputs: Tensor, kern
 def mla(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_idx: int) -> Tensor:
     """Gated multi-head latent attention without any position signal, keys and values expanded from the latent."""
     heads, rank, name = text["num_attention_heads"], text["kv_lora_rank"], f"L{layer_idx}."
-    nope, shared, v_dim = text["qk_nope_head_dim"], text["qk_rope_head_dim"], text["v_head_dim"]
-    low = rms_norm(x @ read("self_attn.q_a_proj.weight").T, read("self_attn.q_a_layernorm.weight"), LATENT_NORM_EPS)
-    q = recorder.tokens(f"{name}mla_q", low @ read("self_attn.q_b_proj.weight").T).unflatten(-1, (heads, nope + shared))
-    latent, key_shared = (x @ read("self_attn.kv_a_proj_with_mqa.weight").T).split((rank, shared), dim=-1)
-    latent = rms_norm(latent, read("self_attn.kv_a_layernorm.weight"), LATENT_NORM_EPS)
-    recorder.tokens(f"{name}latent", torch.cat((latent, key_shared), dim=-1))
-    expanded = (latent @ read("self_attn.kv_b_proj.weight").T).unflatten(-1, (heads, nope + v_dim))
+    nope, shared, v_dim, r = text["qk_nope_head_dim"], text["qk_rope_head_dim"], text["v_head_dim"], recorder.round
+    low = r(x @ read("self_attn.q_a_proj.weight").T)
+    low = rms_norm(low, read("self_attn.q_a_layernorm.weight"), LATENT_NORM_EPS, r)
+    q = recorder.tokens(f"{name}mla_q", r(low @ read("self_attn.q_b_proj.weight").T))
+    q = q.unflatten(-1, (heads, nope + shared))
+    latent, key_shared = r(x @ read("self_attn.kv_a_proj_with_mqa.weight").T).split((rank, shared), dim=-1)
+    latent = rms_norm(latent, read("self_attn.kv_a_layernorm.weight"), LATENT_NORM_EPS, r)
+    cached = recorder.tokens(f"{name}latent", torch.cat((latent, key_shared), dim=-1))
+    latent, key_shared = cached.split((rank, shared), dim=-1)
+    expanded = r(latent @ read("self_attn.kv_b_proj.weight").T).unflatten(-1, (heads, nope + v_dim))
     k_nope, v = expanded.split((nope, v_dim), dim=-1)
     k = torch.cat((k_nope, key_shared.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
     out = torch.empty_like(v)
     for span in recorder.spans:
-        scores = torch.einsum("qhd,khd->hqk", q[span], k[span]) * (nope + shared) ** -0.5
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        probabilities = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-        out[span] = torch.einsum("hqk,khd->qhd", probabilities, v[span])
-    gate = torch.sigmoid(x @ read("self_attn.g_proj.weight").T)
-    return recorder.tokens(f"{name}mla_gated", out.flatten(-2) * gate) @ read("self_attn.o_proj.weight").T
+        scores = r(r(torch.einsum("qhd,khd->qhk", q[span], k[span]), span) * (nope + shared) ** -0.5, span)
+        future = torch.ones(len(scores), len(scores), dtype=torch.bool).triu(1).unsqueeze(1)
+        probabilities = r(torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1), span)
+        out[span] = r(torch.einsum("qhk,khd->qhd", probabilities, v[span]), span)
+    gate = r(torch.sigmoid(r(x @ read("self_attn.g_proj.weight").T)))
+    gated = recorder.tokens(f"{name}mla_gated", r(out.flatten(-2) * gate))
+    return r(gated @ read("self_attn.o_proj.weight").T)

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from workbench.align.reference_weights import PublishedWeights
+from workbench.align.rounding import round_all
 from workbench.base import ConfigError
 
 __all__ = ["ReferenceImage", "reference_patches", "reference_vision"]
@@ -72,45 +73,54 @@ def _opaque(image: Image.Image, background: dict[str, Any]) -> np.ndarray:
 
 
 def reference_vision(
-    weights: PublishedWeights, config: dict[str, Any], vision: dict[str, Any], image: ReferenceImage
+    weights: PublishedWeights,
+    config: dict[str, Any],
+    vision: dict[str, Any],
+    image: ReferenceImage,
+    *,
+    bf16_grid: float | None = None,
 ) -> dict[str, Tensor]:
     """Tower and projector over one picture: `patch_embed`, `block{b}`, `encoder_out` (N, C), `tower` (tokens, 4, C),
-    `projector` (tokens, D)."""
+    `projector` (tokens, D). With `bf16_grid` results are rounded to bf16 where the published tower rounds them."""
+
+    def r(x: Tensor) -> Tensor:
+        return round_all(x, bf16_grid)
+
+    def norm(x: Tensor, weight: str, eps: float) -> Tensor:  # unlike the text model's, rounded after the weight alone
+        return r(weights(weight) * x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps))
+
     height, width = image.grid
     heads, head_dim = vision["vt_num_attention_heads"], vision["qkv_hidden_size"] // vision["vt_num_attention_heads"]
     pixels = torch.from_numpy(np.ascontiguousarray(image.patches)).to(weights.dtype)
     if image.patches.dtype == np.uint8:
         pixels = (pixels / 255.0 - 0.5) / 0.5
     kernel = weights("vision_tower.patch_embed.proj.weight")
-    grid = _resized_grid(weights("vision_tower.patch_embed.pos_emb.weight"), height, width)
-    x = pixels.flatten(1) @ kernel.flatten(1).T + grid.flatten(0, 1)
+    grid = r(_resized_grid(weights("vision_tower.patch_embed.pos_emb.weight"), height, width))
+    x = r(r(r(pixels).flatten(1) @ kernel.flatten(1).T) + grid.flatten(0, 1))
     trace = {"patch_embed": x}
     angle = _rotary_angles(height, width, head_dim, weights.dtype)
     for b in range(vision["vt_num_hidden_layers"]):
         block = f"vision_tower.encoder.blocks.{b}."
-        qkv = _rms(x, weights(f"{block}norm0.weight"), TOWER_NORM_EPS) @ weights(f"{block}wqkv.weight").T
+        qkv = r(norm(x, f"{block}norm0.weight", TOWER_NORM_EPS) @ weights(f"{block}wqkv.weight").T)
         q, k, v = qkv.view(len(x), 3, heads, head_dim).unbind(1)
-        q, k = _rotate(q, angle), _rotate(k, angle)
-        attention = torch.softmax(torch.einsum("qhd,khd->hqk", q, k) * head_dim**-0.5, dim=-1)
-        x = x + torch.einsum("hqk,khd->qhd", attention, v).flatten(1) @ weights(f"{block}wo.weight").T
-        inner = _rms(x, weights(f"{block}norm1.weight"), TOWER_NORM_EPS) @ weights(f"{block}mlp.fc0.weight").T
-        inner = 0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
-        x = x + inner @ weights(f"{block}mlp.fc1.weight").T
+        q, k = r(_rotate(q, angle)), r(_rotate(k, angle))
+        attention = r(torch.softmax(r(r(torch.einsum("qhd,khd->hqk", q, k)) * head_dim**-0.5), dim=-1))
+        mixed = r(torch.einsum("hqk,khd->qhd", attention, v).flatten(1))
+        x = r(x + r(mixed @ weights(f"{block}wo.weight").T))
+        inner = r(norm(x, f"{block}norm1.weight", TOWER_NORM_EPS) @ weights(f"{block}mlp.fc0.weight").T)
+        inner = r(0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3))))
+        x = r(x + r(inner @ weights(f"{block}mlp.fc1.weight").T))
         trace[f"block{b}"] = x
-    x = _rms(x, weights("vision_tower.encoder.final_layernorm.weight"), TOWER_NORM_EPS)
+    x = norm(x, "vision_tower.encoder.final_layernorm.weight", TOWER_NORM_EPS)
     trace["encoder_out"] = x
     m, n = vision["merge_kernel_size"]  # neighbours in the order (row, col) = (0,0), (0,1), (1,0), (1,1)
     merged = x.view(height // m, m, width // n, n, -1).permute(0, 2, 1, 3, 4).reshape(-1, m * n, x.shape[-1])
     trace["tower"] = merged
-    hidden = merged.flatten(1) @ weights("mm_projector.proj.0.weight").T
-    hidden = 0.5 * hidden * (1 + torch.erf(hidden / math.sqrt(2)))
-    projected = hidden @ weights("mm_projector.proj.2.weight").T
-    trace["projector"] = _rms(projected, weights("mm_projector.post_norm.weight"), vision["projector_ln_eps"])
+    hidden = r(merged.flatten(1) @ weights("mm_projector.proj.0.weight").T)
+    hidden = r(0.5 * hidden * (1 + torch.erf(hidden / math.sqrt(2))))
+    projected = r(hidden @ weights("mm_projector.proj.2.weight").T)
+    trace["projector"] = norm(projected, "mm_projector.post_norm.weight", vision["projector_ln_eps"])
     return trace
-
-
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def _resized_grid(grid: Tensor, height: int, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Errors, quantities with units and origin, dtypes, tables."""
+"""Errors, quantities with units and origin, dtypes, tables, text that is safe to show."""
 
 from workbench.base.dtypes import DTYPE_BITS, num_bytes
 from workbench.base.errors import (
@@ -15,8 +15,9 @@ from workbench.base.errors import (
     WorkbenchError,
     WorkerDiedError,
 )
+from workbench.base.plain import plain
 from workbench.base.quantity import BASES, Basis, Quantity
-from workbench.base.table import Cell, Table, human, printable
+from workbench.base.table import Cell, Table, human, printable, printable_lines
 from workbench.base.text import short_repr
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
     "WorkerDiedError",
     "human",
     "num_bytes",
+    "plain",
     "printable",
+    "printable_lines",
     "short_repr",
 ]

@@ -6,7 +6,7 @@ import html
 import unicodedata
 from dataclasses import dataclass
 
-__all__ = ["Cell", "Table", "human", "printable"]
+__all__ = ["Cell", "Table", "human", "printable", "printable_lines"]
 
 Cell = str | int | float | bool | None
 
@@ -92,6 +92,11 @@ class Table:
 def printable(text: str) -> str:
     """`text` on one line, with control characters (terminal escapes among them) spelled out."""
     return "".join(c if unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """`text` with its line ends and tabs kept and every other control character spelled out."""
+    return "\n".join(printable(line.expandtabs(4)) for line in text.split("\n"))
 
 
 def _text(cell: Cell) -> str:

@@ -6,6 +6,7 @@ from workbench.checkpoint.findings import AuditReport, ContentCheck, Finding, Fi
 from workbench.checkpoint.header import HeaderProblem, ShardHeader, TensorEntry, read_header
 from workbench.checkpoint.index import INDEX_NAME, ShardIndex, find_index, read_index
 from workbench.checkpoint.inspect import InspectReport, inspect_checkpoint
+from workbench.checkpoint.origin import ORIGIN_NAME, Origin, read_origin
 from workbench.checkpoint.synthetic import write_checkpoint
 from workbench.checkpoint.synthetic_config import F0, F1, F2, Sizes, k3_config, preprocessor_config
 from workbench.checkpoint.writer import encode_array, to_bf16, write_index, write_shard
@@ -15,6 +16,7 @@ __all__ = [
     "F1",
     "F2",
     "INDEX_NAME",
+    "ORIGIN_NAME",
     "AuditReport",
     "Checkpoint",
     "ContentCheck",
@@ -22,6 +24,7 @@ __all__ = [
     "FindingKind",
     "HeaderProblem",
     "InspectReport",
+    "Origin",
     "Severity",
     "ShardHeader",
     "ShardIndex",
@@ -35,6 +38,7 @@ __all__ = [
     "preprocessor_config",
     "read_header",
     "read_index",
+    "read_origin",
     "to_bf16",
     "write_checkpoint",
     "write_index",

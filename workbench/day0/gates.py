@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from workbench.base import ConfigError, short_repr
 from workbench.report import Gate
 from workbench.report.gates import Relation, Value
 
@@ -108,10 +110,14 @@ GATES: Mapping[str, GateForm] = {
 
 
 class GateBook:
-    """Collects values for the forms; what nobody measured is reported as not measured, with the reason."""
+    """Collects values for the forms; what nobody measured is reported as not measured, with the reason.
 
-    def __init__(self, forms: Mapping[str, GateForm] = GATES) -> None:
-        self._forms = forms
+    `limits` sets other thresholds, by gate id, for gates that have a limit. Raises ConfigError for an id that is not
+    asked, for a gate that asks for one exact answer, and for a limit that is not a number.
+    """
+
+    def __init__(self, forms: Mapping[str, GateForm] = GATES, *, limits: Mapping[str, float] | None = None) -> None:
+        self._forms = {**forms, **{gate_id: _limited(forms, gate_id, x) for gate_id, x in (limits or {}).items()}}
         self._gates: dict[str, Gate] = {}
         self._reasons: dict[str, str] = {}
 
@@ -119,8 +125,35 @@ class GateBook:
         """Enter a value. Raises KeyError for an unknown gate and ValueError for one that has its value already."""
         if gate_id in self._gates:
             raise ValueError(f"gate {gate_id} has its value already")
+        gate = self._gate(gate_id, value, evidence=evidence, conditions=conditions)
+        self._gates[gate_id] = gate
+        return gate
+
+    def unmeasured(self, prefix: str, reason: str) -> None:
+        """Say why gates whose id starts with `prefix` will have no value, unless they get one; the first reason stays.
+
+        Raises KeyError where no gate starts so.
+        """
+        gate_ids = [gate_id for gate_id in self._forms if gate_id.startswith(prefix)]
+        if not gate_ids:
+            raise KeyError(prefix)
+        for gate_id in gate_ids:
+            self._reasons.setdefault(gate_id, reason)
+
+    def found(self, gate_id: str) -> Gate | None:
+        """The gate with its value, where it has one."""
+        return self._gates.get(gate_id)
+
+    def close(self) -> tuple[Gate, ...]:
+        """All gates in the order of the forms."""
+        return tuple(self._gates.get(gate_id) or self._missing(gate_id) for gate_id in self._forms)
+
+    def _missing(self, gate_id: str) -> Gate:
+        return self._gate(gate_id, None, evidence=self._reasons.get(gate_id, "the run ended before it was asked"))
+
+    def _gate(self, gate_id: str, value: Value | None, *, evidence: str, conditions: str = "") -> Gate:
         form = self._forms[gate_id]
-        gate = Gate(
+        return Gate(
             id=gate_id,
             layer=form.layer,
             question=form.question,
@@ -131,28 +164,12 @@ class GateBook:
             evidence=evidence,
             conditions=conditions,
         )
-        self._gates[gate_id] = gate
-        return gate
 
-    def unmeasured(self, prefix: str, reason: str) -> None:
-        """Say why gates whose id starts with `prefix` will have no value, unless they get one; the first reason stays."""
-        for gate_id in self._forms:
-            if gate_id.startswith(prefix):
-                self._reasons.setdefault(gate_id, reason)
 
-    def close(self) -> tuple[Gate, ...]:
-        """All gates in the order of the forms."""
-        return tuple(self._gates.get(gate_id) or self._missing(gate_id) for gate_id in self._forms)
-
-    def _missing(self, gate_id: str) -> Gate:
-        form = self._forms[gate_id]
-        return Gate(
-            id=gate_id,
-            layer=form.layer,
-            question=form.question,
-            threshold=form.threshold,
-            relation=form.relation,
-            unit=form.unit,
-            value=None,
-            evidence=self._reasons.get(gate_id, "an earlier step ended the run"),
-        )
+def _limited(forms: Mapping[str, GateForm], gate_id: str, limit: float) -> GateForm:
+    choices = [name for name, form in forms.items() if form.relation != "=="]
+    if gate_id not in choices:
+        raise ConfigError(f"gate {gate_id!r} has no limit to set", expected=f"one of {', '.join(choices)}")
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not math.isfinite(limit):
+        raise ConfigError(f"the limit of {gate_id} is no number", found=short_repr(limit))
+    return replace(forms[gate_id], threshold=limit)

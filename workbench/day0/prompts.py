@@ -62,7 +62,10 @@ def parity_prompts(spec: ModelSpec, image: ImageInput | None, *, seed: int = 0) 
     def ids(length: int) -> tuple[int, ...]:
         return tuple(draw.randrange(limit) for _ in range(length))
 
-    prompts = [ParityPrompt(label=f"{length} tokens", token_ids=ids(length)) for length in PARITY_LENGTHS]
+    prompts = [
+        ParityPrompt(label=f"{length} token{'s' if length > 1 else ''}", token_ids=ids(length))
+        for length in PARITY_LENGTHS
+    ]
     if image is not None and spec.tokens.media is not None:
         tokens = (*ids(4), *(spec.tokens.media,) * image.num_tokens, *ids(5))
         picture = ReferenceImage(patches=image.patches, grid=(image.grid[1], image.grid[2]))

@@ -1,44 +1,49 @@
-"""One acceptance run, step by step; a step that cannot be made leaves its gates unmeasured and the reason in the report."""
+"""One acceptance run, step by step; a step that fails leaves its gates unmeasured, and the reason in the report."""
 
 from __future__ import annotations
 
 import datetime
-import os
 import platform
+import shlex
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workbench.base import WorkbenchError, human
-from workbench.checkpoint import audit, inspect_checkpoint
-from workbench.checkpoint.origin import read_origin
-from workbench.cluster import MachineSurvey, default_device, survey_machine
+from workbench.base import ConfigError, Table, WorkbenchError, human
+from workbench.checkpoint import audit, inspect_checkpoint, read_origin
+from workbench.cluster import MachineSurvey, default_device, host_device, survey_machine
 from workbench.day0.gates import GateBook
 from workbench.day0.serve import measure_answers
 from workbench.day0.verify import measure_parity
-from workbench.deployment import Deployment
-from workbench.deployment.summary import LoadSummary
+from workbench.deployment import Deployment, LoadSummary
 from workbench.placement import Layout, check_layout
 from workbench.report import Day0Report, SampleAnswer, Section
 from workbench.spec import ModelSpec, published_tensors, read_spec
-from workbench.view import LoadWatch, bytes_by_role, load_timeline
+from workbench.view import LoadWatch, bytes_by_role, load_timeline, terminal_progress
 
 __all__ = ["run_day0"]
 
 NEEDED_FEATURES = ("fp32 matmul", "bf16 matmul", "attention (sdpa)", "depthwise conv", "nibble unpack")
 FP32_SHARE = 0.4  # parity in fp32 is tried where all ranks' weights fit into this share of the memory that is free
+FP32_TOKENS = 512  # cache length of a sequence while parity in fp32 is measured
+AFTER_LOADING = ("loading", "parity", "answers", "serving", "latency")  # gates that need a loaded model
+LOG_COLUMNS = 120  # width of the gate table where the output is no terminal
 
 
 @dataclass(kw_only=True)
 class Findings:
     """What the steps of one run add to."""
 
-    gates: GateBook = field(default_factory=GateBook)
+    gates: GateBook
+    say: Callable[[str], None]
     sections: list[Section] = field(default_factory=list)
     answers: list[SampleAnswer] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)  # (step, reason)
 
 
 def run_day0(
@@ -47,52 +52,66 @@ def run_day0(
     layout: Layout | None = None,
     precision: str = "mxfp4",
     device: str | None = None,
-    max_tokens: int = 4096,
+    max_tokens: int | None = None,
+    limits: Mapping[str, float] | None = None,
     out: Path | str | None = None,
     say: Callable[[str], None] | None = print,
 ) -> Day0Report:
-    """Accept a checkpoint on the ranks of `layout`, held in `precision`; writes `report.html` and `report.json` to `out`.
+    """Accept a checkpoint on the ranks of `layout`, held in `precision`; writes `report.html` and `.json` to `out`.
 
     `device`: a device type, or None for the accelerator of this machine, else the CPU. `max_tokens`: cache length of a
-    sequence. `say` gets a line per step. Raises ConfigError where the folder describes no model and LayoutError where
-    the layout cannot hold it; everything else that goes wrong is in the report.
+    sequence; None takes 4096, or the model's context where that is shorter. `limits`: other thresholds by gate id, such
+    as {"latency.first_token": 2.0} (seconds). `say` gets a line per step; None says nothing. Raises ConfigError where
+    the folder describes no model, `out` cannot be written or a limit is unusable, and LayoutError where the layout does
+    not divide the model; everything else that goes wrong is in the report.
     """
-    root, say, began = Path(root), say or (lambda line: None), time.perf_counter()
-    spec = read_spec(root)
-    layout = layout or Layout()
+    root, began = Path(root), time.perf_counter()
+    spec, layout = read_spec(root), layout or Layout()
     check_layout(spec, layout)
-    device = device or default_device()
-    found = Findings()
-
-    survey = _survey(found, root, say)
-    with _step(found, "checkpoint", say):
-        report = audit(root)
-        evidence = report.summary()
-        found.gates.measured("checkpoint.audit", len(report.errors), evidence=evidence)
-        tables = [report.checks_table(), *([report.findings_table()] if report.findings else [])]
-        found.sections.append(Section(title="Checkpoint", text=evidence, tables=tuple(tables)))
-        say(evidence)
-        _inspect(found, root, say)
+    found = Findings(gates=GateBook(limits=limits), say=say or (lambda line: None))
+    if out is not None:
+        _make_folder(Path(out))  # before the work, not after it
+    device = default_device() if device in (None, "auto") else device
     place = f"{layout} on {layout.world_size} x {device}"
-    if fits := _fp32_fits(spec, layout, device):
-        with _step(found, "parity.fp32", say), _step(found, "parity.batch", say):
-            say(f"parity in fp32 with the reference: {place}")
-            with Deployment.start(root, layout, precision="fp32", device=device, num_slots=4, max_tokens=512) as ranks:
-                measure_parity(found.gates, found.sections, ranks, root, precision="fp32", say=say)
-    else:
+    fp32 = "run as served" if precision == "fp32" else "run" if _fits_in_fp32(spec, layout, device) else "does not fit"
+
+    survey = _survey(found, root)
+    _checkpoint(found, root)
+    if fp32 == "run":
+        with _step(found, "parity in fp32", "parity.fp32", "parity.batch"):
+            found.say(f"parity in fp32 with the reference: {place}")
+            with Deployment.start(
+                root,
+                layout,
+                precision="fp32",
+                device=device,
+                num_slots=4,
+                max_tokens=min(FP32_TOKENS, spec.max_context),
+            ) as ranks:
+                measure_parity(found.gates, found.sections, ranks, root, precision="fp32", say=found.say)
+    elif fp32 == "does not fit":
         for prefix in ("parity.fp32", "parity.batch"):
-            found.gates.unmeasured(prefix, f"the weights in fp32 do not fit beside the rest: {place}")
-    with _step(found, "", say):
-        say(f"loading in {precision}: {place}")
-        watch = LoadWatch(layout.world_size)
+            found.gates.unmeasured(prefix, f"the weights in fp32 do not fit into the memory that is free: {place}")
+    with (
+        _step(found, f"loading in {precision}", *AFTER_LOADING),
+        terminal_progress(layout.world_size) as progress,
+    ):
+        found.say(f"loading in {precision}: {place}")
         with Deployment.start(
-            root, layout, precision=precision, device=device, max_tokens=max_tokens, on_progress=watch
+            root,
+            layout,
+            precision=precision,
+            device=device,
+            max_tokens=max_tokens or min(4096, spec.max_context),
+            on_progress=progress if say else progress.watch,
         ) as ranks:
-            _loading(found, ranks, watch, device, say)
-            with _step(found, "parity.serving", say):
-                measure_parity(found.gates, found.sections, ranks, root, precision=precision, say=say)
-            with _step(found, "", say):
-                measure_answers(found.gates, found.sections, found.answers, ranks, root, say=say)
+            _served(found, ranks, root, progress.watch, precision, on_host=device == "cpu")
+    if survey is not None:
+        *tables, _ = survey.tables()  # the last one lists the software, which the report shows by itself
+        found.sections.append(Section(title="Machine", tables=tuple(tables)))
+    if found.failures:
+        table = Table(columns=("step", "reason"), rows=tuple(found.failures))
+        found.sections.insert(0, Section(title="Steps that failed", tables=(table,)))
 
     origin = read_origin(root)
     result = Day0Report(
@@ -110,61 +129,90 @@ def run_day0(
             "ranks": layout.world_size,
             "precision": precision,
             "device": device,
-            "parity in fp32": "run" if fits else "not run: does not fit",
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "parity in fp32": fp32,
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         },
         answers=tuple(found.answers),
         sections=tuple(found.sections),
         seconds=time.perf_counter() - began,
     )
-    say("")
-    say(result.render())
+    found.say("")
+    found.say(result.render(width=shutil.get_terminal_size((LOG_COLUMNS, 24)).columns))
     if out is not None:
         page, record = result.write(out)
-        say(f"report: {page} and {record}")
+        found.say(f"\nreport: {page} and {record}")
     return result
 
 
 @contextmanager
-def _step(found: Findings, prefix: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Gates of this step that have no value when it fails keep the error as their reason."""
+def _step(found: Findings, name: str, *prefixes: str) -> Iterator[None]:
+    """A step that fails ends here: gates under `prefixes` that have no value keep the error as their reason."""
     try:
         yield
     except WorkbenchError as error:
-        found.gates.unmeasured(prefix, f"{type(error).__name__}: {error}")
-        say(f"{type(error).__name__}: {error}")
+        reason = detail = f"{type(error).__name__}: {error}"
+    except Exception as error:  # a bug of ours must not cost the report of hours of work; it is shown for what it is
+        reason = f"unexpected {type(error).__name__}: {error}"
+        detail = traceback.format_exc()
+    else:
+        return
+    for prefix in prefixes:
+        found.gates.unmeasured(prefix, reason)
+    found.failures.append((name, detail))
+    found.say(f"{name}: {detail}")
 
 
-def _survey(found: Findings, root: Path, say: Callable[[str], None]) -> MachineSurvey | None:
+def _survey(found: Findings, root: Path) -> MachineSurvey | None:
     survey = None
-    with _step(found, "device", say):
-        say("devices: what this machine has and can do")
+    with _step(found, "devices", "device"):
+        found.say("devices: what this machine has and can do")
         survey = survey_machine(folder=root)
         measured = [device for device in survey.devices if device.features]
         missing = [f"{d.torch_name}: {name}" for d in measured for name in NEEDED_FEATURES if not d.supports(name)]
+        evidence = "; ".join(missing) or f"{', '.join(NEEDED_FEATURES)}, each run and its numbers checked"
         if measured:
-            evidence = "; ".join(missing) or f"{', '.join(NEEDED_FEATURES)}, each run and its numbers checked"
             found.gates.measured("device.features", len(missing), evidence=evidence)
-        found.sections.append(Section(title="Machine", tables=survey.tables()))
+        else:
+            found.gates.unmeasured("device.features", "no device was tried")
     return survey
 
 
-def _inspect(found: Findings, root: Path, say: Callable[[str], None]) -> None:
-    report = inspect_checkpoint(root)
-    counts = report.counts
-    text = (
-        f"{counts.num_params:,} parameters, {counts.active_params:,} active per token, "
-        f"{human(counts.weight_bytes, 'B')} of weights, {counts.kv_bytes_per_token:,} cache bytes per token, "
-        f"{counts.state_bytes_per_sequence:,} state bytes per sequence"
-    )
-    found.sections.append(Section(title="Model", text=text, charts=(bytes_by_role(counts.bytes_by_role),)))
-    say(text)
+def _checkpoint(found: Findings, root: Path) -> None:
+    with _step(found, "audit", "checkpoint"):
+        report = audit(root)
+        evidence = report.summary()
+        found.gates.measured("checkpoint.audit", len(report.errors), evidence=evidence)
+        tables = [report.checks_table(), *([report.findings_table()] if report.findings else [])]
+        found.sections.append(Section(title="Checkpoint", text=evidence, tables=tuple(tables)))
+        found.say(evidence)
+    with _step(found, "inspect"):
+        counts = inspect_checkpoint(root).counts
+        text = (
+            f"{counts.num_params:,} parameters, {counts.active_params:,} active per token, "
+            f"{human(counts.weight_bytes, 'B')} of weights, {counts.kv_bytes_per_token:,} cache bytes per token, "
+            f"{counts.state_bytes_per_sequence:,} state bytes per sequence"
+        )
+        found.sections.append(Section(title="Model", text=text, charts=(bytes_by_role(counts.bytes_by_role),)))
+        found.say(text)
 
 
-def _loading(found: Findings, ranks: Deployment, watch: LoadWatch, device: str, say: Callable[[str], None]) -> None:
+def _served(found: Findings, ranks: Deployment, root: Path, watch: LoadWatch, precision: str, *, on_host: bool) -> None:
+    """Everything that is asked of the model as it is served; `on_host`: its weights stay in host memory."""
+    with _step(found, "what loading cost", "loading"):
+        _loading(found, ranks, watch, on_host)
+    with _step(found, "parity as served", "parity"):
+        measure_parity(found.gates, found.sections, ranks, root, precision=precision, say=found.say)
+        if precision == "fp32" and (gate := found.gates.found("parity.fp32")) and gate.value is not None:
+            found.gates.measured("parity.serving", gate.value, evidence="served in fp32: the same as parity.fp32")
+    with _step(found, "answers", "answers", "serving", "latency"):
+        measure_answers(found.gates, found.sections, found.answers, ranks, root, say=found.say)
+
+
+def _loading(found: Findings, ranks: Deployment, watch: LoadWatch, on_host: bool) -> None:
     summary = LoadSummary.of(ranks.reports)
     table = summary.table()
-    found.gates.measured("loading.rows", summary.rows_missing, evidence=f"ledgers of {len(ranks.reports)} ranks")
+    num_ranks = len(ranks.reports)
+    found.gates.measured("loading.rows", summary.rows_missing, evidence=f"ledgers of {num_ranks} ranks")
     found.gates.measured(
         "loading.read_ratio",
         summary.read_ratio,
@@ -172,21 +220,32 @@ def _loading(found: Findings, ranks: Deployment, watch: LoadWatch, device: str, 
     )
     found.gates.measured(
         "loading.memory",
-        summary.memory_excess(on_host=device == "cpu"),
-        evidence=f"worst of {len(ranks.reports)} ranks; peak sampled while loading",
+        summary.memory_excess(on_host=on_host),
+        evidence=f"worst of {num_ranks} ranks; peak sampled while loading",
     )
     samples = {rank: list(points) for rank, points in watch.samples().items()}
     charts = (load_timeline(samples),) if any(samples.values()) else ()
     found.sections.append(Section(title="Loading", tables=(table,), charts=charts))
-    say(table.title)
+    found.say(table.title)
 
 
-def _fp32_fits(spec: ModelSpec, layout: Layout, device: str) -> bool:
-    """Whether the weights in fp32 are small against free host memory (an accelerator's own memory is not asked: where
-    its ranks cannot hold them, loading says so)."""
+def _fits_in_fp32(spec: ModelSpec, layout: Layout, device: str) -> bool:
+    """Whether the weights in fp32 are small against the host memory that is free (an accelerator's own memory is not
+    asked: where its ranks cannot hold them, loading says so)."""
+    free = host_device().memory_free
     needed = 4 * sum(tensor.num_params for tensor in published_tensors(spec))
     replicas = layout.dp if device == "cpu" else 1
-    return needed * replicas <= FP32_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free is not None and needed * replicas <= FP32_SHARE * free.value
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"the report cannot be written here: {error.strerror or error}", where=out) from None
 
 
 def _hardware(survey: MachineSurvey | None, device: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
@@ -14,13 +16,29 @@ from workbench.day0.prompts import IMAGE_QUESTIONS, draw_pictures, text_question
 from workbench.deployment import Deployment
 from workbench.profiling import RequestTiming, summarise
 from workbench.report import Picture, SampleAnswer, Section
-from workbench.serving import Answer, MultimodalInferenceService
-from workbench.serving.open import open_service
+from workbench.serving import Answer, MultimodalInferenceService, open_service
 from workbench.view import latency_bars
 
 __all__ = ["measure_answers"]
 
 ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """One request and what came of it: an answer with tokens in it, or the reason why there is none."""
+
+    label: str
+    question: str
+    pictures: tuple[Image.Image, ...]
+    submitted_s: float
+    answer: Answer | None
+    reason: str = ""
+
+    def line(self) -> str:
+        if self.answer is None or self.reason:
+            return f"{self.label}: {self.reason}"
+        return f"{self.label}: {len(self.answer.token_ids)} tokens, first after {self.answer.timings.token_s[0]:.3f} s"
 
 
 def measure_answers(
@@ -34,89 +52,109 @@ def measure_answers(
 ) -> None:
     """Put the questions one after another and enter answers, latencies and the gates about them.
 
-    Raises what opening the service raises: a folder without a tokenizer cannot be asked anything.
+    A request that fails counts against its gate with its reason. Raises what opening the service raises (a folder
+    without a tokenizer cannot be asked anything), and what the very first request raises.
     """
-    timings: list[RequestTiming] = []
     with open_service(ranks, root) as service:
         service.infer("warm up", max_tokens=2, temperature=0.0)  # the first request pays for pages and kernels
 
-        def ask(label: str, question: str, pictures: Sequence[Image.Image] = ()) -> bool:
-            files = [_png(picture) for picture in pictures]
-            try:
-                answer = service.infer(question, files or None, max_tokens=ANSWER_TOKENS, temperature=0.0)
-            except WorkbenchError as error:
-                say(f"{label}: {type(error).__name__}: {error}")
-                return False
-            timings.append(_timing(label, answer))
-            answers.append(_sample(question, answer, pictures))
-            say(f"{label}: {answer.usage.completion_tokens} tokens, first after {answer.timings.first_token_s:.3f} s")
-            return bool(answer.token_ids)
+        def ask(label: str, question: str, *pictures: Image.Image) -> Asked:
+            asked = _ask(service, label, question, pictures)
+            say(asked.line())
+            return asked
 
         questions = text_questions(ranks.info.max_tokens)
-        results = [ask(f"text, {label}", question) for label, question in questions.items()]
-        gates.measured(
-            "answers.text", results.count(False), evidence=f"{len(results)} requests: {', '.join(questions)}"
-        )
+        texts = [ask(f"text, {label}", question) for label, question in questions.items()]
+        _count(gates, "answers.text", texts, ", ".join(questions))
+        looks: list[Asked] = []
         if ranks.spec.vision is None:
-            for prefix in ("answers.image", "answers.looks"):
-                gates.unmeasured(prefix, "the model takes no pictures")
+            for gate_id in ("answers.image", "answers.looks"):
+                gates.unmeasured(gate_id, "the model takes no pictures")
         else:
             shapes, circle = draw_pictures()
-            results = [
-                ask("picture", IMAGE_QUESTIONS[0], [shapes]),
-                ask("two pictures", IMAGE_QUESTIONS[1], [shapes, circle]),
+            looks = [
+                ask("picture", IMAGE_QUESTIONS[0], shapes),
+                ask("two pictures", IMAGE_QUESTIONS[1], shapes, circle),
             ]
-            gates.measured(
-                "answers.image", results.count(False), evidence="one picture; two of different size, one RGBA"
-            )
-            gates.measured(
-                "answers.looks", _depends_on_picture(service), evidence="same question and size, two pictures"
-            )
+            _count(gates, "answers.image", looks, "one picture; two of different size, one RGBA")
+            _measure_looking(gates, service)
         stats = service.stats()
+    asked = [*texts, *looks]
     held = ranks.info.num_slots * ranks.layout.dp - stats.num_free_slots
-    gates.measured("serving.slots", held, evidence=f"{stats.num_free_slots} free after {len(timings)} requests")
+    gates.measured("serving.slots", held, evidence=f"{stats.num_free_slots} free after {len(asked)} requests")
+    answers += [_sample(one, one.answer) for one in asked if one.answer is not None]
+    timings = [_timing(one, one.answer) for one in asked if one.answer is not None]
     _latencies(gates, sections, timings, f"{ranks.layout} on {ranks.stats()[0].device}, one request at a time, greedy")
+
+
+def _ask(
+    service: MultimodalInferenceService, label: str, question: str, pictures: tuple[Image.Image, ...] = ()
+) -> Asked:
+    answer, reason, submitted_s = None, "", time.perf_counter()
+    try:
+        files = [_png(picture) for picture in pictures]
+        answer = service.infer(question, files or None, max_tokens=ANSWER_TOKENS, temperature=0.0)
+    except WorkbenchError as error:
+        reason = f"{type(error).__name__}: {error}"
+    if answer is not None and not answer.token_ids:
+        reason = "no token was generated"
+    return Asked(
+        label=label, question=question, pictures=pictures, submitted_s=submitted_s, answer=answer, reason=reason
+    )
+
+
+def _count(gates: GateBook, gate_id: str, asked: Sequence[Asked], what: str) -> None:
+    failed = [one.line() for one in asked if one.reason]
+    evidence = f"{len(asked)} requests: {what}"
+    gates.measured(gate_id, len(failed), evidence="; ".join([evidence, *failed]))
+
+
+def _measure_looking(gates: GateBook, service: MultimodalInferenceService) -> None:
+    """Whether two pictures of one size give another first token, or the same one with another probability."""
+    found: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+    for picture in (Image.new("RGB", (112, 84), "white"), draw_pictures()[0]):
+        try:
+            answer = service.infer(IMAGE_QUESTIONS[0], _png(picture), max_tokens=1, temperature=0.0)
+        except WorkbenchError as error:
+            gates.unmeasured("answers.looks", f"{type(error).__name__}: {error}")
+            return
+        found.append((answer.token_ids, answer.logprobs))
+    gates.measured("answers.looks", found[0] != found[1], evidence="same question and size, two pictures")
 
 
 def _latencies(gates: GateBook, sections: list[Section], timings: list[RequestTiming], conditions: str) -> None:
     summary = summarise(timings, conditions=conditions)
     for name, percentiles in (("first_token", summary.first_token_s), ("per_token", summary.per_token_s)):
-        if percentiles is not None:
-            gates.measured(
-                f"latency.{name}",
-                percentiles.high,
-                evidence=f"{percentiles.count} requests, median {percentiles.p50:.4f} s",
-                conditions=conditions,
-            )
-    sections.append(Section(title="Latencies", tables=(summary.table(),), charts=(latency_bars(summary.to_json()),)))
+        if percentiles is None:
+            gates.unmeasured(f"latency.{name}", "no request gave enough tokens to time")
+            continue
+        gates.measured(
+            f"latency.{name}",
+            percentiles.high,
+            evidence=f"{percentiles.count} requests, median {percentiles.p50:.4f} s",
+            conditions=conditions,
+        )
+    if timings:
+        sections.append(
+            Section(title="Latencies", tables=(summary.table(),), charts=(latency_bars(summary.to_json()),))
+        )
 
 
-def _depends_on_picture(service: MultimodalInferenceService) -> bool:
-    """Whether two pictures of one size give another first token, or the same one with another probability."""
-    plain = Image.new("RGB", (112, 84), "white")
-    found = [
-        service.infer(IMAGE_QUESTIONS[0], _png(picture), max_tokens=1, temperature=0.0)
-        for picture in (plain, draw_pictures()[0])
-    ]
-    first, second = ((answer.token_ids[:1], answer.logprobs[:1]) for answer in found)
-    return first != second
-
-
-def _timing(label: str, answer: Answer) -> RequestTiming:
+def _timing(asked: Asked, answer: Answer) -> RequestTiming:
     return RequestTiming(
-        submitted_s=0.0,
-        arrivals=tuple((moment, 1) for moment in answer.timings.token_s),
+        submitted_s=asked.submitted_s,
+        arrivals=tuple((asked.submitted_s + moment, 1) for moment in answer.timings.token_s),
         num_prompt_tokens=answer.usage.prompt_tokens,
-        num_images=int(answer.usage.image_tokens > 0),
-        label=label,
+        num_images=len(asked.pictures),
+        label=asked.label,
     )
 
 
-def _sample(question: str, answer: Answer, pictures: Sequence[Image.Image]) -> SampleAnswer:
+def _sample(asked: Asked, answer: Answer) -> SampleAnswer:
     return SampleAnswer(
-        question=question,
+        question=asked.question,
         answer=answer.text,
-        pictures=tuple(Picture.thumbnail(picture) for picture in pictures),
+        pictures=tuple(Picture.thumbnail(picture) for picture in asked.pictures),
         num_prompt_tokens=answer.usage.prompt_tokens,
         num_tokens=answer.usage.completion_tokens,
         first_token_s=answer.timings.first_token_s,

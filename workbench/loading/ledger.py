@@ -51,8 +51,6 @@ class LedgerEntry:
     written: list[tuple[int, int]] = field(default_factory=list)  # row ranges [first, last)
     norm: float | None = None
     zero_rows: int | None = None
-    _sums: Tensor | None = field(default=None, repr=False)  # sum of squares, rows that are all zero
-    _scale_peak: Tensor | None = field(default=None, repr=False)  # largest stored scale byte
 
     @property
     def label(self) -> str:
@@ -74,10 +72,18 @@ class LedgerEntry:
 class Ledger:
     """Entries of one rank. `record` while loading, `close` at the end, then read `entries`, `warnings`, `summary()`."""
 
-    def __init__(self, model: nn.Module, *, rank: int = 0, check: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, rank: int = 0, check: bool = True, device: torch.device | str = "cpu"
+    ) -> None:
         self.rank, self.check = rank, check
         self.warnings: list[str] = []
         self._entries = {(entry.name, entry.slot): entry for entry in _entries_of(model)}
+        self._places = {key: place for place, key in enumerate(self._entries)}
+        # Per entry: sum of squares, all-zero rows, largest stored scale byte (-1: none seen). One table made before the
+        # load: a small tensor kept per entry would lie between freed temporaries and stop the allocator from reusing
+        # them, which was seen to grow the process by as much as the checkpoint.
+        self._table = torch.tensor([0.0, 0.0, -1.0], device=device).repeat(len(self._entries), 1)
+        self._observed: set[int] = set()
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
@@ -121,16 +127,16 @@ class Ledger:
     def observe(self, name: str, slot: int | None, values: Tensor) -> None:
         """Add rows that were written to the content check."""
         if self.check:
-            entry = self._entries[name, slot]
-            sums = _sums(values)
-            entry._sums = sums if entry._sums is None else entry._sums + sums
+            place = self._places[name, slot]
+            self._observed.add(place)
+            _add_sums(values, self._table[place, :2])
 
     @torch.no_grad()
     def observe_scale(self, name: str, slot: int | None, scale: Tensor) -> None:
         """Add rows of the stored scale that go with a tensor."""
         if self.check and scale.numel():
-            entry, peak = self._entries[name, slot], scale.amax()
-            entry._scale_peak = peak if entry._scale_peak is None else torch.maximum(entry._scale_peak, peak)
+            highest = self._table[self._places[name, slot], 2]
+            torch.maximum(highest, scale.amax().float(), out=highest)
 
     def close(self, planned: Iterator[str] | None = None) -> None:
         """Check that every row was written and, with `check`, that contents are plausible; nothing is recorded later.
@@ -157,17 +163,17 @@ class Ledger:
             )
 
     def _check_contents(self) -> Iterator[str]:
-        observed = [entry for entry in self._entries.values() if entry._sums is not None]
-        if not observed:
-            return
-        sums = torch.stack([entry._sums for entry in observed if entry._sums is not None]).cpu().tolist()
-        for entry, (square, zero_rows) in zip(observed, sums, strict=True):
-            entry.norm, entry.zero_rows = math.sqrt(max(square, 0.0)) if square == square else square, int(zero_rows)
+        rows = self._table.tolist()
+        for place, entry in enumerate(self._entries.values()):
+            if place not in self._observed:
+                continue
+            square, zero_rows, scale_peak = rows[place]
+            entry.norm, entry.zero_rows = square**0.5, int(zero_rows)
             is_scale = entry.name.endswith(".weight_scale")
             names = ", ".join(source.name for source in entry.sources)
             if not math.isfinite(square):
                 yield f"not finite: {entry.label} (from {names})"
-            elif entry._scale_peak is not None and not int(entry._scale_peak):
+            elif scale_peak == 0.0:
                 yield f"all zero: the scale of {entry.label} (from {names})"
             elif square == 0.0 and (entry.is_matrix or is_scale):
                 yield f"all zero: {entry.label} (from {names})"
@@ -246,12 +252,11 @@ def _entries_of(model: nn.Module) -> Iterator[LedgerEntry]:
             yield from (LedgerEntry(name, slot, shape[0], columns) for slot in range(slots))
 
 
-def _sums(values: Tensor) -> Tensor:
-    """[sum of squares, number of all-zero rows] in float32; a vector is one row."""
+def _add_sums(values: Tensor, total: Tensor) -> None:
+    """Add [sum of squares, number of all-zero rows] to `total`, in float32; a vector is one row."""
     rows = values.flatten(1) if values.dim() > 1 else values.unsqueeze(0)
-    total = torch.zeros(2, dtype=torch.float32, device=values.device)
     per_block = max(1, BLOCK // max(1, rows.shape[1]))
     for block in rows.split(per_block):
         squares = block.to(torch.float32).square().sum(1)
-        total += torch.stack([squares.sum(), (squares == 0).sum()])
-    return total
+        total[0] += squares.sum()
+        total[1] += (squares == 0).sum()

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -50,8 +51,9 @@ class LoadProgress:
 class LoadStats:
     """What one load cost. Bytes and seconds are measured on this rank.
 
-    `bytes_assigned` comes from the placement table, `bytes_read` from the read calls. `peak_host_bytes` is the growth
-    of the process over its size when reading began, the weights themselves included where they lie in host memory.
+    `bytes_assigned` comes from the placement table, `bytes_read` from the read calls. `peak_host_bytes` is how far the
+    process grew beyond its size when reading began, the weights themselves included where they lie in host memory;
+    pages of program files, which come and go with the first use of an operator, are not counted.
     """
 
     bytes_read: int
@@ -170,7 +172,7 @@ def load_rank(
     planned = time.perf_counter()
     memory = _HostMemory()
     model.to_empty(device=device)
-    ledger = Ledger(model, rank=rank, check=check)
+    ledger = Ledger(model, rank=rank, check=check, device=device)
     ledger.warnings.extend(plan.notes)
     writer = _Writer(model, ledger, torch.device(device))
     report = _Throttle(progress, rank, sum(extent.num_bytes for extent in plan.extents()))
@@ -304,24 +306,28 @@ class _HostMemory:
     """Growth of this process over its size now: by samples, or exactly where the kernel's own peak was raised."""
 
     def __init__(self) -> None:
-        self.before, self.peak_before = _resident_bytes(), _peak_bytes()
+        self.before, self.peak_before = _private_bytes()[0], _peak_bytes()
         self.highest = self.before
 
     def sample(self) -> None:
-        self.highest = max(self.highest, _resident_bytes())
+        self.highest = max(self.highest, _private_bytes()[0])
 
     @property
     def growth(self) -> int:
         peak = _peak_bytes()
-        return max(self.highest, peak if peak > self.peak_before else 0) - self.before
+        if peak > self.peak_before:
+            self.highest = max(self.highest, peak - _private_bytes()[1])
+        return self.highest - self.before
 
 
-def _resident_bytes() -> int:
+def _private_bytes() -> tuple[int, int]:
+    """Resident bytes of this process without those of mapped files, and those of mapped files."""
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+            _, resident, shared, *_ = (int(pages) * resource.getpagesize() for pages in file.read().split())
     except OSError:  # not Linux: only the peak is known
-        return _peak_bytes()
+        return _peak_bytes(), 0
+    return resident - shared, shared
 
 
 def _peak_bytes() -> int:
@@ -330,7 +336,11 @@ def _peak_bytes() -> int:
 
 
 def _default_device(mesh: DeviceMesh | None) -> torch.device | None:
+    """Where weights go unless told; None where the mesh says so. Ranks that talk over the CPU's backend stay on it."""
     if mesh is not None:
-        return None  # make_context takes it from the mesh
+        return None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else accelerator
+    is_cpu_group = dist.is_initialized() and dist.get_backend() == dist.get_default_backend_for_device("cpu")
+    if accelerator is None or is_cpu_group:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.base import RequestError
+from workbench.nn.gather import RowMap
 
 __all__ = ["Segments", "TokenBatch"]
 
@@ -92,7 +93,9 @@ class Segments:
         self.singles = self.table(singles)  # sequences of one new token, and the rows where those stand
         self.single_rows = self.table(self.offsets[s] for s in singles)
         self._windows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._reach: dict[int, Tensor] = {}
         self._chunks: dict[int, ChunkTable] = {}
+        self._padded: tuple[PaddedGroup, ...] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -130,6 +133,26 @@ class Segments:
             )
         return self._windows[size]
 
+    def reach(self, size: int) -> Tensor:
+        """(size - 1, T, 1) float32: entry [j - 1, t] is 1 where the row j before row t is of the same call's sequence."""
+        if size not in self._reach:
+            within = self.table(place for length in self.lengths for place in range(length))
+            back = torch.arange(1, size, device=self.device)[:, None]
+            self._reach[size] = (within >= back)[..., None].float()
+        return self._reach[size]
+
+    def padded(self) -> tuple[PaddedGroup, ...]:
+        """The new rows as tables of similar length, for work on whole sequences side by side."""
+        if self._padded is None:
+            order = sorted(range(self.num_sequences), key=lambda s: -self.lengths[s])
+            groups: list[list[int]] = []
+            for s in order:
+                if not groups or 2 * self.lengths[s] <= self.lengths[groups[-1][0]]:
+                    groups.append([])
+                groups[-1].append(s)
+            self._padded = tuple(PaddedGroup(self, group) for group in groups)
+        return self._padded
+
     def chunks(self, size: int) -> ChunkTable:
         """Sequences of two or more new tokens cut into chunks of `size` rows."""
         if size not in self._chunks:
@@ -138,6 +161,25 @@ class Segments:
 
     def table(self, values: Iterable[object]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+
+
+class PaddedGroup:
+    """Some sequences as rows (S', L) of a table, filled up behind their ends; L is the longest, none is half as long."""
+
+    def __init__(self, segments: Segments, sequences: list[int]):
+        self.num_sequences = len(sequences)
+        self.length = max(segments.lengths[s] for s in sequences)
+        spans = [segments.rows_of(s) for s in sequences]
+        rows = [[*range(x.start, x.stop), *(-1 for _ in range(self.length - x.stop + x.start))] for x in spans]
+        self._map = RowMap(segments.table(rows).flatten(), segments.num_tokens)
+
+    def table(self, x: Tensor) -> Tensor:
+        """(T, ...) -> (S', L, ...), zeros behind the ends."""
+        return self._map(x).unflatten(0, (self.num_sequences, self.length))
+
+    def rows(self, table: Tensor) -> Tensor:
+        """(S', L, ...) -> (T, ...), zeros at the rows of other sequences."""
+        return self._map.back(table.flatten(0, 1))
 
 
 class ChunkTable:
@@ -154,17 +196,23 @@ class ChunkTable:
         order = [s for s, length in enumerate(segments.lengths) if length > 1]
         order.sort(key=lambda s: -segments.lengths[s])
         rows: list[list[int]] = []
-        self.size = size
+        self.size, self.num_tokens = size, segments.num_tokens
         self.active: list[int] = []  # sequences in each wave
         for start in range(0, max(segments.lengths, default=0), size):
             wave = [segments.rows_of(s) for s in order if segments.lengths[s] > start]
             if wave:
                 rows += [list(range(span.start + start, min(span.start + start + size, span.stop))) for span in wave]
                 self.active.append(len(wave))
-        padding = segments.num_tokens  # a short chunk is filled up with row T, which holds zeros
-        padded = [chunk + [padding] * (size - len(chunk)) for chunk in rows]
+        padded = [chunk + [-1] * (size - len(chunk)) for chunk in rows]
         self.sequences = segments.table(order)  # (M,)
-        self.rows = segments.table(padded).view(-1, size)  # (N, C) packed rows
-        # Back to packed order: flat place (chunk * C + row) -> packed row, without the padding.
-        self.packed_rows = segments.table(row for chunk in rows for row in chunk)
-        self.places = segments.table(i * size + j for i, chunk in enumerate(rows) for j in range(len(chunk)))
+        self.rows = segments.table(padded).view(-1, size)  # (N, C) packed rows, -1 where a chunk is short
+        self._by_head: dict[int, RowMap] = {}
+
+    def by_head(self, num_heads: int) -> RowMap:
+        """From rows (T * H) of packed tokens and their heads to rows (N * H * C): head by head within each chunk."""
+        if num_heads not in self._by_head:
+            heads = torch.arange(num_heads, device=self.rows.device)[:, None]
+            rows = self.rows[:, None]  # (N, 1, C)
+            index = torch.where(rows < 0, -1, rows * num_heads + heads).flatten()
+            self._by_head[num_heads] = RowMap(index, self.num_tokens * num_heads)
+        return self._by_head[num_heads]

@@ -11,18 +11,21 @@ Source: Kimi Linear, arXiv 2510.26692; the chunked form follows its section 3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from workbench.nn.batch import Segments
 
-__all__ = ["chunked", "delta_rule", "recurrent", "step"]
+__all__ = ["ChunkDecay", "chunked", "decayed_products", "delta_rule", "recurrent", "step", "unit_lower_inverse"]
 
-MAX_CHUNK = 32
 # Rows that share one reference decay: exponents stay within 8 * 5 = 40 for decays down to e^-5 per token, far from the
 # 88 at which float32 overflows.
 BLOCK = 16
+# Chunk sizes. Short chunks need less arithmetic; long ones fewer steps, which counts where few sequences share a step.
+SHORT_CHUNK, LONG_CHUNK, MANY_SEQUENCES = 16, 32, 4
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +54,8 @@ def delta_rule(
     """
     if segments.longest <= 1:
         return step(q, k, v, g, beta, state)
-    size = min(MAX_CHUNK, -(-segments.longest // BLOCK) * BLOCK)
+    is_short = segments.longest <= SHORT_CHUNK or segments.num_sequences >= MANY_SEQUENCES
+    size = SHORT_CHUNK if is_short else LONG_CHUNK
     output, next_state = chunked(q, k, v, g, beta, state, segments, size)
     sequences, rows = segments.singles, segments.single_rows
     if len(rows):
@@ -64,64 +68,124 @@ def delta_rule(
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, segments: Segments, size: int
 ) -> tuple[Tensor, Tensor]:
-    """The same for sequences of two or more tokens, `size` (a multiple of 16) tokens at a time; others are left at 0.
+    """The same for sequences of two or more tokens, `size` (16, 32, 64, ...) tokens at a time; others are left at 0.
 
     Inside a chunk, with G the sum of log decays up to and including a token, and S_0 the state before the chunk, the
     corrections u_t = beta_t (v_t - S k_t) satisfy
 
         u_t = beta_t (v_t - S_0 (e^G_t k_t)) - beta_t sum_{j<t} (sum_d k_t k_j e^(G_t - G_j)) u_j
 
-    a triangular system, solved once for all chunks with S_0 left open: u = U - W S_0^T. Only the part with S_0 is
-    sequential. Forward substitution, not powers of the matrix: with keys alike those cancel catastrophically.
+    a triangular system, inverted once for all chunks with S_0 left open: u = U - W S_0^T. Only the part with S_0 is
+    sequential.
     """
     table = segments.chunks(size)
-    q, k, v, g = (_to_chunks(x, table.rows).transpose(1, 2) for x in (q, k, v, g))  # (N, H, C, D)
-    beta = _to_chunks(beta, table.rows).transpose(1, 2)[..., None]  # (N, H, C, 1)
-    total = g.cumsum(-2)
-    from_start, to_end = total.exp(), (total[..., -1:, :] - total).exp()
+    num_heads, value_dim = v.shape[1:]
+    to_chunks = table.by_head(num_heads)  # zeros fill up a short chunk: under them the state does not change
+    q, k, v, g, beta = (
+        to_chunks(x.flatten(0, 1)).view(-1, num_heads, size, x.shape[-1]) for x in (q, k, v, g, beta[..., None])
+    )  # (N, H, C, D)
+    decay = ChunkDecay(g)
+    keys_from_start, queries_from_start = decay.from_start * k, decay.from_start * q
+    both = decay.products(torch.cat([q, k], -2), k)
+    inner, system = both[..., :size, :].tril(), beta * both[..., size:, :]
+    solved = unit_lower_inverse(system) @ (beta * torch.cat([v, keys_from_start], -1))
+    open_u, open_w = solved.split([value_dim, k.shape[-1]], -1)
+    reads = torch.cat([open_w, queries_from_start], -2)  # both are applied to the state before the chunk
+    writes = decay.to_end * k
 
-    # unitriangular: the diagonal counts as 1, and what stands there or above is not read
-    system = beta * decayed_products(k, k, total)
-    right = beta * torch.cat([v, from_start * k], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    open_u, open_w = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inner = decayed_products(q, k, total).tril()
-    q, k, decay = from_start * q, to_end * k, from_start[..., -1:, :]
-
-    outputs, finished, first = [], [], 0
+    outputs, finished = [], []
     running = state[table.sequences]
-    for num_active in table.active:
-        finished.append(running[num_active:])
-        running = running[:num_active]
-        wave = slice(first, first + num_active)
-        u = open_u[wave] - open_w[wave] @ running.mT
-        outputs.append(q[wave] @ running.mT + inner[wave] @ u)
-        running = running * decay[wave] + u.mT @ k[wave]
-        first += num_active
+    # split, not slices: the backward of a slice fills a whole tensor with zeros around it
+    waves = (x.split(table.active) for x in (reads, open_u, inner, writes, decay.whole))
+    for num_active, read, u, products, write, forget in zip(table.active, *waves, strict=True):
+        running, done = running.split([num_active, len(running) - num_active])
+        finished.append(done)
+        known, answer = (read @ running.mT).split([size, size], -2)
+        u = u - known
+        outputs.append(answer + products @ u)
+        running = running * forget + u.mT @ write
     finished.append(running)
 
-    rows = torch.cat(outputs).transpose(1, 2).flatten(0, 1)[table.places]
-    output = rows.new_zeros((segments.num_tokens, *rows.shape[1:])).index_copy(0, table.packed_rows, rows)
+    output = to_chunks.back(torch.cat(outputs).flatten(0, 2)).view(-1, num_heads, value_dim)
     return output, state.index_copy(0, table.sequences, torch.cat(finished[::-1]))
 
 
-def decayed_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
-    """sum_d left_i right_j e^(G_i - G_j) for j <= i: (..., C, D) each -> (..., C, C); the rest is not meaningful.
+class ChunkDecay:
+    """Decays within chunks, from the log decays g (N, H, C, D) of their tokens.
 
-    e^G_i alone may underflow and e^-G_j overflow. So each block of rows measures decay from its own middle: the two
-    factors are then at most e^(BLOCK / 2 * |g|) for later columns of the block, and below 1 for all earlier ones.
+    e^G alone may underflow and e^-G overflow. So each block of 16 rows measures decay from its own middle: no factor
+    exceeds e^(8 * |g|), and what reaches back to an earlier block is below 1.
     """
-    size = total.shape[-2]
-    blocks = []
-    for start in range(0, size, BLOCK):
-        stop = min(start + BLOCK, size)
-        middle = total[..., (start + stop) // 2, :].unsqueeze(-2)
-        rows = left[..., start:stop, :] * (total[..., start:stop, :] - middle).exp()
-        columns = right[..., :stop, :] * (middle - total[..., :stop, :]).exp()
-        blocks.append(F.pad(rows @ columns.mT, (0, size - stop)))
-    return torch.cat(blocks, -2)
+
+    def __init__(self, g: Tensor):
+        self.num_blocks = g.shape[-2] // BLOCK
+        total = g.cumsum(-2)
+        blocks = total.unflatten(-2, (self.num_blocks, BLOCK))  # (N, H, B, 16, D)
+        self.middle = blocks[..., BLOCK // 2 - 1 : BLOCK // 2, :]
+        self.rows = (blocks - self.middle).exp()
+        self.columns = self.rows.reciprocal()
+        last = total[..., -1:, :]
+        self.whole = last.exp()  # (N, H, 1, D) over the whole chunk
+        self.from_start = (self.rows * self.middle.exp()).flatten(-3, -2)  # (N, H, C, D) up to and with each token
+        self.to_end = (self.columns * (last.unsqueeze(-3) - self.middle).exp()).flatten(-3, -2)  # after each token
+
+    def products(self, left: Tensor, right: Tensor) -> Tensor:
+        """sum_d left_i right_j e^(G_i - G_j) for j <= i; the rest is not meaningful.
+
+        `left` may hold several tables of C rows one behind another: (N, H, k * C, D), (N, H, C, D) -> (N, H, k * C, C).
+        """
+        size = right.shape[-2]
+        lefts = left.unflatten(-2, (-1, self.num_blocks, BLOCK)) * self.rows.unsqueeze(-4)  # (N, H, k, B, 16, D)
+        columns = right.unflatten(-2, (self.num_blocks, BLOCK)) * self.columns
+        if self.num_blocks == 1:
+            return lefts.flatten(-4, -2) @ columns.flatten(-3, -2).mT
+        blocks = []
+        for b, (rows, own, middle) in enumerate(
+            zip(lefts.unbind(-3), columns.unbind(-3), self.middle.unbind(-3), strict=True)
+        ):
+            reach = own
+            if b:
+                earlier = columns[..., :b, :, :] * (middle.unsqueeze(-3) - self.middle[..., :b, :, :]).exp()
+                reach = torch.cat([earlier.flatten(-3, -2), own], -2)
+            products = rows.flatten(-3, -2) @ reach.mT
+            blocks.append(F.pad(products, (0, size - reach.shape[-2])).unflatten(-2, (-1, BLOCK)))
+        return torch.stack(blocks, -3).flatten(-4, -2)
 
 
-def _to_chunks(x: Tensor, rows: Tensor) -> Tensor:
-    """(T, ...) -> (N, C, ...); row T of the table is zeros, under which the state neither decays nor changes."""
-    return torch.cat([x, x.new_zeros((1, *x.shape[1:]))])[rows]
+def decayed_products(left: Tensor, right: Tensor, g: Tensor) -> Tensor:
+    """The products of `ChunkDecay` for themselves: (..., C, D) each, g the log decays -> (..., C, C)."""
+    return ChunkDecay(g).products(left, right)
+
+
+def unit_lower_inverse(matrix: Tensor) -> Tensor:
+    """Inverse of lower triangular matrices (..., n, n) with ones on the diagonal, n a power of two.
+
+    The diagonal and what stands above it is not read. Pairs of blocks are inverted by that of their halves, which is
+    forward substitution in another order; powers of the matrix would cancel catastrophically where keys are alike.
+    """
+    return _UnitLowerInverse.apply(matrix)
+
+
+class _UnitLowerInverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        size, half = matrix.shape[-1], 1
+        inverse = torch.eye(size, dtype=matrix.dtype, device=matrix.device).expand_as(matrix).contiguous()
+        while half < size:
+            blocks, given = _diagonal_blocks(inverse, 2 * half), _diagonal_blocks(matrix, 2 * half)
+            lower = blocks[..., half:, half:] @ given[..., half:, :half] @ blocks[..., :half, :half]
+            blocks[..., half:, :half] = -lower  # a view of `inverse`
+            half *= 2
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grad @ inverse.mT).tril(-1)
+
+
+def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
+    """(..., n, n) -> (..., n / size, size, size), a view."""
+    blocks = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))  # (..., n / size, size, n / size, size)
+    return blocks.diagonal(0, -4, -2).movedim(-1, -3)

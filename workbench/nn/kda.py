@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
@@ -22,26 +21,11 @@ from workbench.nn.delta_rule import delta_rule
 from workbench.nn.linear import Linear
 from workbench.nn.norm import GatedRMSNorm
 from workbench.nn.precision import Precision, as_float
+from workbench.nn.short_conv import ShortConv
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.spec import KDASpec
 
 __all__ = ["KDA", "ShortConv"]
-
-
-class ShortConv(nn.Module):
-    """Causal depthwise convolution and SiLU, in float32; the newest tap is the last one."""
-
-    def __init__(self, width: int, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, 1, size, dtype=torch.float32))
-
-    def forward(self, rows: Tensor, windows: Tensor) -> Tensor:
-        """(R, C) inputs and the rows (T, K) under each token's window -> (T, C)."""
-        taps = self.weight[:, 0].unbind(-1)
-        y = as_float(rows[windows[:, 0]]) * taps[0]
-        for i in range(1, len(taps)):
-            y = torch.addcmul(y, as_float(rows[windows[:, i]]), taps[i])
-        return F.silu(y).to(rows.dtype)
 
 
 class KDA(nn.Module):
@@ -71,16 +55,18 @@ class KDA(nn.Module):
         low_rank = self.f_a_proj(x)  # every rank holds f_a whole: it is outside the split region
         x = self.tp.enter(x)
         before, state = self._read(x, segments, cache)
-        windows, tails = segments.windows(self.spec.conv_size)
-        inputs = [_prepend(proj(x), before[:, i]) for i, proj in enumerate((self.q_proj, self.k_proj, self.v_proj))]
+        inputs = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         convs = (self.q_conv, self.k_conv, self.v_conv)
-        q, k, v = (as_float(self._heads(conv(rows, windows))) for conv, rows in zip(convs, inputs, strict=True))
+        q, k, v = (
+            as_float(self._heads(conv(new, segments, old))) for conv, new, old in zip(convs, inputs, before, strict=True)
+        )
         q, k = self._unit(q) * self.spec.head_dim**-0.5, self._unit(k)
         g = self._log_decay(self.f_b_proj(self.tp.enter(low_rank)))
         beta = torch.sigmoid(as_float(self.b_proj(x)))
         output, state = delta_rule(q, k, v, g, beta, state, segments)
         if cache is not None:
-            after = torch.stack([rows[tails].mT for rows in inputs], 1)
+            tails = [conv.tail(new, segments, old) for conv, new, old in zip(convs, inputs, before, strict=True)]
+            after = torch.stack(tails, 1)
             cache.write_kda(self.layer_idx, segments.slot_index, after, state)
         gated = self.o_norm(output.to(x.dtype), self._heads(self.g_proj(x)))
         return self.tp.reduce(self.o_proj(gated.flatten(-2)))
@@ -97,16 +83,12 @@ class KDA(nn.Module):
         z = self._heads(as_float(z) + self.dt_bias)
         return self.spec.decay_bound * torch.sigmoid(self.A_log.to(z.dtype).exp()[:, None] * z)
 
-    def _read(self, x: Tensor, segments: Segments, cache: Cache | None) -> tuple[Tensor, Tensor]:
-        """Inputs before the first new token (S, 3, C, K-1) and state (S, H, D, D): of the cache, or zeros."""
+    def _read(
+        self, x: Tensor, segments: Segments, cache: Cache | None
+    ) -> tuple[tuple[Tensor, ...] | tuple[None, ...], Tensor]:
+        """Inputs of q, k and v before the first new token (S, C, K-1), and state (S, H, D, D); None and zeros without cache."""
         if cache is not None:
-            return cache.read_kda(self.layer_idx, segments.slot_index, segments.is_fresh)
+            before, state = cache.read_kda(self.layer_idx, segments.slot_index, segments.is_fresh)
+            return before.unbind(1), state
         num, heads, dim = segments.num_sequences, self.A_log.shape[0], self.spec.head_dim
-        return x.new_zeros((num, 3, heads * dim, self.spec.conv_size - 1)), as_float(x).new_zeros(
-            (num, heads, dim, dim)
-        )
-
-
-def _prepend(x: Tensor, before: Tensor) -> Tensor:
-    """(T, C) and (S, C, K-1) -> (S * (K-1) + T, C), the list that `Segments.windows` points into."""
-    return torch.cat([before.mT.flatten(0, 1), x])
+        return (None, None, None), as_float(x).new_zeros((num, heads, dim, dim))

@@ -7,7 +7,8 @@ A dense matrix is the parameter `weight`; a quantised one is the buffers that it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -111,3 +112,10 @@ class StackedLinear(MatrixStore):
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__((num, out_dim, in_dim), scheme=scheme, dtype=dtype)
+
+    def matrices(self, dtype: torch.dtype) -> Callable[[int], Tensor]:
+        """Matrix by index, dense. Where gradients are wanted the stack is taken apart once and its gradient joined once;
+        picking matrices one by one would add up as many gradients of the whole stack."""
+        if self.scheme is None and torch.is_grad_enabled() and self.weight.requires_grad:
+            return self.weight.to(dtype).unbind(0).__getitem__
+        return partial(self.dense, dtype)

@@ -27,7 +27,7 @@ from workbench.nn.precision import Precision, as_float
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.spec import MLASpec
 
-__all__ = ["MLA", "absorbed_attention", "naive_attention"]
+__all__ = ["MLA", "absorbed_attention", "naive_attention", "whole_attention"]
 
 
 class MLA(nn.Module):
@@ -66,9 +66,7 @@ class MLA(nn.Module):
         """(T, H, N + P), (T, R + P) -> (T, H, V), each sequence for itself."""
         kv_b = self.kv_b_proj.dense(q.dtype)
         if cache is None:
-            spans = [segments.rows_of(s) for s in range(segments.num_sequences)]
-            pieces = [naive_attention(q[span], latent[span], kv_b, self.spec) for span in spans]
-            return torch.cat([q.new_zeros(0, q.shape[1], self.spec.v_dim), *pieces])
+            return whole_attention(q, latent, kv_b, self.spec, segments)
 
         lengths = [start + new for start, new in zip(segments.starts, segments.lengths, strict=True)]
         decoded = self._decode(q, kv_b, segments, cache, lengths)
@@ -94,13 +92,7 @@ class MLA(nn.Module):
 def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec) -> Tensor:
     """Causal attention of the last n of L tokens: (n, H, N + P), (L, R + P), kv_b (H * (N + V), R) -> (n, H, V)."""
     num_new, num_all = q.shape[0], latent.shape[0]
-    c, shared_key = latent.split([spec.kv_rank, spec.rope_dim], -1)
-    keys, values = (
-        F.linear(c, kv_b).unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).split([spec.nope_dim, spec.v_dim], -1)
-    )
-    keys = torch.cat([keys, shared_key[:, None].expand(-1, keys.shape[1], -1)], -1)
-    # The fused attention kernels want values as wide as keys; columns of zeros change nothing and are cut off again.
-    values = F.pad(values, (0, max(0, spec.qk_dim - spec.v_dim)))
+    keys, values = _expand(latent, kv_b, spec)
     mask = None
     if num_new < num_all:  # token i of the new ones stands at num_all - num_new + i
         mask = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device).tril(num_all - num_new)
@@ -109,6 +101,35 @@ def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec) -> T
         q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.qk_dim**-0.5
     )
     return attended[0].transpose(0, 1)[..., : spec.v_dim]
+
+
+def whole_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, segments: Segments) -> Tensor:
+    """`naive_attention` of every sequence from its first token: (T, H, N + P), (T, R + P) -> (T, H, V).
+
+    Sequences of similar length go side by side. What fills a short one up stands behind its end, where the causal mask
+    hides it from all real tokens.
+    """
+    keys, values = _expand(latent, kv_b, spec)
+    total = values.new_zeros(()).expand(values.shape)
+    for group in segments.padded():
+        tables = (group.table(x).transpose(1, 2) for x in (q, keys, values))  # (S', H, L, width)
+        attended = F.scaled_dot_product_attention(*tables, is_causal=True, scale=spec.qk_dim**-0.5)
+        total = total + group.rows(attended.transpose(1, 2))
+    return total[..., : spec.v_dim]
+
+
+def _expand(latent: Tensor, kv_b: Tensor, spec: MLASpec) -> tuple[Tensor, Tensor]:
+    """Keys (L, H, N + P) and values of (L, R + P); values as wide as keys, as the fused attention kernels want them.
+
+    Columns of zeros change nothing and are cut off again.
+    """
+    c, shared_key = latent.split([spec.kv_rank, spec.rope_dim], -1)
+    keys, values = (
+        F.linear(c, kv_b).unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).split([spec.nope_dim, spec.v_dim], -1)
+    )
+    keys = torch.cat([keys, shared_key[:, None].expand(-1, keys.shape[1], -1)], -1)
+    width = spec.qk_dim - spec.v_dim
+    return keys, F.pad(values, (0, width)) if width > 0 else values
 
 
 def absorbed_attention(q: Tensor, latent: Tensor, lengths: Tensor, kv_b: Tensor, spec: MLASpec) -> Tensor:

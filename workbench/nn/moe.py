@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from workbench.base import LoadError
 from workbench.nn.activation import gated_activation
 from workbench.nn.ffn import GatedFFN
+from workbench.nn.gather import RowMap
 from workbench.nn.linear import Linear, StackedLinear
 from workbench.nn.norm import RMSNorm
 from workbench.nn.precision import Precision, as_float
@@ -76,23 +77,20 @@ class Experts(nn.Module):
         The result is the weighted sum over the experts held here: complete only where they all are.
         """
         order, counts = group_by_expert(slots, self.num_local)
-        tokens = order // slots.shape[1]
-        inputs = x[tokens]
-        pieces, start = [], 0
-        for expert, count in enumerate(counts):
-            if count:
-                pieces.append(self.one(expert, inputs[start : start + count]))
-                start += count
-        total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        if not pieces:
-            return total
-        weighted = as_float(torch.cat(pieces)) * weights.flatten()[order, None]
-        return total.index_add(0, tokens, weighted)
+        by_expert = RowMap(order, slots.numel())
+        grouped = by_expert(x[:, None].expand(-1, slots.shape[1], -1).flatten(0, 1))
+        w1, w2, w3 = (store.matrices(x.dtype) for store in (self.w1, self.w2, self.w3))
+        pieces = []
+        for expert, own in enumerate(grouped.split(counts)):
+            if counts[expert]:
+                pieces.append(self.one(own, w1(expert), w2(expert), w3(expert)))
+        # Without any token the result still depends on x: every rank takes part in the collectives of the backward.
+        outputs = by_expert.back(torch.cat(pieces) if pieces else grouped).view(*slots.shape, x.shape[-1])
+        return (as_float(outputs) * weights[..., None]).sum(1)
 
-    def one(self, expert: int, x: Tensor) -> Tensor:
+    def one(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         """One expert on its tokens: (n, L) -> (n, L)."""
-        gate, up = F.linear(x, self.w1.dense(x.dtype, expert)), F.linear(x, self.w3.dense(x.dtype, expert))
-        return F.linear(gated_activation(self.activation, gate, up), self.w2.dense(x.dtype, expert))
+        return F.linear(gated_activation(self.activation, F.linear(x, w1), F.linear(x, w3)), w2)
 
 
 def group_by_expert(slots: Tensor, num_local: int) -> tuple[Tensor, list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,8 +15,24 @@ __all__ = ["GatedRMSNorm", "RMSNorm", "normalise"]
 
 def normalise(x: Tensor, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) over the last dimension, in float32."""
-    x = as_float(x)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return _Normalise.apply(as_float(x), eps)
+
+
+class _Normalise(torch.autograd.Function):
+    """y = r x with r = (mean(x^2) + eps)^-1/2; the gradient of x is r (g - y mean(g y)), in few passes over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        scale = (torch.linalg.vecdot(x, x)[..., None] / x.shape[-1]).add_(eps).rsqrt_()
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        y, scale = ctx.saved_tensors
+        along = torch.linalg.vecdot(grad, y)[..., None] / y.shape[-1]
+        return torch.addcmul(grad, y, along, value=-1).mul_(scale), None
 
 
 class RMSNorm(nn.Module):

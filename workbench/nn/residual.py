@@ -6,11 +6,11 @@ Source: Attention Residuals, arXiv 2603.15031.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workbench.nn.norm import normalise
 from workbench.nn.precision import as_float
 
 __all__ = ["ResidualMix", "ResidualStream"]
@@ -38,10 +38,42 @@ class ResidualMix(nn.Module):
 
     def forward(self, sources: tuple[Tensor, ...]) -> Tensor:
         """N tensors (T, D) -> (T, D), mixed in float32 and rounded once."""
-        v = as_float(torch.stack(sources))  # (N, T, D)
         direction = as_float(self.norm.weight) * as_float(self.proj.weight[0])
-        weights = torch.softmax(normalise(v, self.eps) @ direction, 0)
-        return (weights[..., None] * v).sum(0).to(sources[0].dtype)
+        mix = _Mix.apply(direction, self.eps, *(as_float(v) for v in sources))
+        return mix.to(sources[0].dtype)
+
+
+class _Mix(torch.autograd.Function):
+    """sum_n a_n v_n with a = softmax_n(r_n v_n . d) and r_n = (mean(v_n^2) + eps)^-1/2: source by source, unstacked.
+
+    With e_n = a_n (g . v_n - sum_m a_m g . v_m) r_n, g the gradient of the mix:
+    the gradient of v_n is a_n g + e_n d - (e_n v_n . d) r_n^2 / D v_n, that of d is sum_n e_n v_n
+    """
+
+    @staticmethod
+    def forward(ctx: Any, direction: Tensor, eps: float, *sources: Tensor) -> Tensor:
+        mean_squares = torch.stack([torch.linalg.vector_norm(v, dim=-1) for v in sources]).square_() / len(direction)
+        scales = torch.rsqrt(mean_squares + eps)  # (N, T)
+        products = torch.stack([v @ direction for v in sources])
+        weights = torch.softmax(scales * products, 0)
+        ctx.save_for_backward(direction, scales, products, weights, *sources)
+        mix = sources[0] * weights[0, :, None]
+        for v, a in zip(sources[1:], weights[1:], strict=True):
+            mix.addcmul_(v, a[:, None])
+        return mix
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        direction, scales, products, weights, *sources = ctx.saved_tensors
+        reach = torch.stack([torch.linalg.vecdot(grad, v) for v in sources])
+        effect = weights * (reach - (weights * reach).sum(0)) * scales
+        pull = effect * products * scales.square() / len(direction)
+        grads = []
+        for v, a, e, p in zip(sources, weights, effect, pull, strict=True):
+            own = grad * a[:, None]
+            grads.append(own.addcmul_(e[:, None], direction).addcmul_(v, p[:, None], value=-1))
+        grad_direction = torch.stack([e @ v for v, e in zip(sources, effect, strict=True)]).sum(0)
+        return grad_direction, None, *grads
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -83,21 +84,25 @@ class VisionBlock(nn.Module):
         self.fc1 = Linear(spec.hidden_size, spec.ffn_width, dtype=dtype)
         self.tp: TensorParallel = LOCAL
 
-    def forward(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
-        """`angles` (N, P) of rotary positions; `lengths` patches of each image, in order."""
-        x = x + self._attention(self.norm0(x), angles, lengths)
+    def forward(self, x: Tensor, turns: Tensor, lengths: Sequence[int]) -> Tensor:
+        """`turns` (N, P) of `unit_turns`; `lengths` patches of each image, in order."""
+        x = x + self._attention(self.norm0(x), turns, lengths)
         hidden = F.gelu(self.fc0(self.tp.enter(self.norm1(x))), approximate="tanh")
         return x + self.tp.reduce(self.fc1(hidden))
 
-    def _attention(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _attention(self, x: Tensor, turns: Tensor, lengths: Sequence[int]) -> Tensor:
         qkv = self.wqkv(self.tp.enter(x)).unflatten(-1, (3, -1, self.head_dim))  # (N, 3, H, head_dim)
-        q, k, v = qkv.unbind(1)
-        q, k = rotate_pairs(q, angles), rotate_pairs(k, angles)
-        # One call per image: no mask, no padding, and an image sees the same arithmetic alone or in company.
-        images = zip(*(part.transpose(0, 1).split(list(lengths), dim=1) for part in (q, k, v)), strict=True)
-        mixed = [F.scaled_dot_product_attention(*(part.unsqueeze(0) for part in image)) for image in images]
-        joined = torch.cat(mixed, dim=2).squeeze(0).transpose(0, 1).flatten(1)  # (N, H * head_dim)
-        return self.tp.reduce(self.wo(joined))
+        qk, v = qkv.split([2, 1], 1)
+        qkv = torch.cat([turn_pairs(qk, turns), v], 1)
+        # Neighbours of equal size share a call: no mask, no padding, and each image is computed for itself.
+        mixed, start = [], 0
+        for length, run in groupby(lengths):
+            num_images = len(list(run))
+            rows = qkv[start : start + num_images * length] if num_images < len(lengths) else qkv
+            q, k, v = rows.unflatten(0, (num_images, length)).permute(2, 0, 3, 1, 4)  # (images, H, length, head_dim)
+            mixed.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1))
+            start += num_images * length
+        return self.tp.reduce(self.wo(torch.cat(mixed)))
 
 
 class VisionTower(nn.Module):
@@ -123,9 +128,10 @@ class VisionTower(nn.Module):
         x = x + torch.cat([self.pos_embed(grid) for grid in grids])
         dtype = torch.promote_types(x.dtype, torch.float32)
         angles = torch.cat([rotary_angles(self.spec, grid, device=x.device, dtype=dtype) for grid in grids])
+        turns = unit_turns(angles)
         lengths = [math.prod(grid) for grid in grids]
         for block in self.blocks:
-            x = block(x, angles, lengths)
+            x = block(x, turns, lengths)
         parts = self.final_norm(x).split(lengths)
         return torch.cat(
             [merge_patches(part, grid, self.spec.merge_size) for part, grid in zip(parts, grids, strict=True)]
@@ -169,9 +175,18 @@ def rotary_angles(
 
 def rotate_pairs(x: Tensor, angles: Tensor) -> Tensor:
     """Turn neighbouring pairs (x0, x1), (x2, x3), ... of every head: (N, H, 2P), (N, P) -> (N, H, 2P), in float32."""
-    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-    even, odd = as_float(x).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+    return turn_pairs(x.unsqueeze(1), unit_turns(angles)).squeeze(1)
+
+
+def unit_turns(angles: Tensor) -> Tensor:
+    """cos + i sin of each angle, complex."""
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def turn_pairs(x: Tensor, turns: Tensor) -> Tensor:
+    """`rotate_pairs` of several tables at once, a pair being a complex number: (N, k, H, 2P), (N, P) -> (N, k, H, 2P)."""
+    pairs = torch.view_as_complex(as_float(x).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns[:, None, None]).flatten(-2).to(x.dtype)
 
 
 def merge_patches(x: Tensor, grid: Grid, m: int) -> Tensor:

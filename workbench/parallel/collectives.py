@@ -19,7 +19,8 @@ from torch import Tensor
 __all__ = ["CollectiveLog", "CollectiveRecord", "CollectiveTotal", "Group"]
 
 # torch 2.13 renamed these two and warns at the old name; 2.11 knows only the old one.
-_all_gather_flat: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_HAS_NEW_NAME = hasattr(dist, "all_gather_single")
+_all_gather_flat: Callable[..., object] = dist.all_gather_single if _HAS_NEW_NAME else dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,8 @@ class CollectiveLog:
     """Counts and bytes by (group, operation), and the most recent operations of this rank.
 
     `last` is set before the operation starts and `is_last_finished` after it returns: a rank that is stuck shows the
-    operation it waits in. `listener`, where set, is called with each record before the operation starts.
+    operation it waits in. (An accelerator's backend returns once the operation is queued.) `listener`, where set, is
+    called with each record before the operation starts.
     """
 
     totals: dict[tuple[str, str], CollectiveTotal] = field(default_factory=dict)

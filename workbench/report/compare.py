@@ -86,7 +86,8 @@ class ReportComparison:
         return Table(columns=("environment", "before", "after"), rows=self.environment)
 
     def render(self) -> str:
-        return f"{self.table().render()}\n\n{self.environment_table().render()}"
+        tables = (self.table(), self.environment_table())
+        return "\n\n".join(table.render() if table.rows else table.title for table in tables).rstrip()
 
     def _repr_html_(self) -> str:
         return self.table().to_html() + self.environment_table().to_html()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from workbench.base import Cell, Table, human
+from workbench.base import Cell, Table, human, printable
 
-__all__ = ["Gate", "Relation", "Value", "Verdict", "gates_table", "verdict_of"]
+__all__ = ["Gate", "Relation", "Value", "Verdict", "gates_table", "gates_text", "verdict_of"]
 
 Relation = Literal["<=", ">=", "=="]
 Value = float | int | str | bool
 Status = Literal["pass", "fail", "not measured"]
 
+LEAST_WIDTH, LEAST_EVIDENCE = 40, 24  # columns of a terminal; a narrower evidence column is left out
 HUMAN_UNITS = ("B", "B/s", "s", "FLOP/s", "tokens/s")
 
 
@@ -140,6 +142,42 @@ def gates_table(gates: Sequence[Gate]) -> Table:
     ]
     columns = ("gate", "status", "value", "threshold", "evidence")
     return Table(columns=columns, rows=tuple(rows), title=verdict_of(gates).sentence())
+
+
+def gates_text(gates: Sequence[Gate], width: int) -> str:
+    """`gates_table` for a terminal of `width` columns: evidence is cut to one line, and each gate that does not pass
+    has it told in full below, those of one reason together."""
+    width = max(LEAST_WIDTH, width)
+    title = verdict_of(gates).sentence()
+    columns = ("gate", "status", "value", "threshold")
+    facts: list[tuple[Cell, ...]] = [(g.id, g.status, g.value_text(), g.threshold_text()) for g in gates]
+    table = Table(columns=columns, rows=tuple(facts))
+    room = width - 2 - max(map(len, table.render().splitlines()))
+    if room >= LEAST_EVIDENCE:
+        rows = [(*row, _cut(printable(gate.evidence), room)) for row, gate in zip(facts, gates, strict=True)]
+        table = Table(columns=(*columns, "evidence"), rows=tuple(rows))
+    reasons: dict[tuple[str, str], list[Gate]] = {}
+    for gate in gates:
+        if gate.status != "pass":
+            reasons.setdefault((gate.status, gate.evidence), []).append(gate)
+    parts = [_wrapped(title, width), table.render()]
+    for (status, evidence), group in reasons.items():
+        lines = [_wrapped(f"{status}: {', '.join(gate.id for gate in group)}", width)]
+        lines += [_wrapped(group[0].question, width, "    ")] if len(group) == 1 else []
+        lines += [_wrapped(evidence, width, "    ")] if evidence else []
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _cut(text: str, columns: int) -> str:
+    return text if len(text) <= columns else text[: columns - 1].rstrip() + "…"
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> str:
+    lines = textwrap.wrap(
+        printable(text), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    return "\n".join(lines)
 
 
 def _value_text(value: Value, unit: str) -> str:

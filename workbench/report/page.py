@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["render_page"]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+WIDE_FACT = 45  # characters; a longer one, mostly the command, gets a line of its own
 SYMBOL = {"pass": "✓", "fail": "✗", "not measured": "–"}
 
 
@@ -84,13 +85,18 @@ def _header(report: Day0Report) -> str:
         "Workbench": f"{report.versions.get('workbench', '–')}, commit {commit}",
         "Date": report.created_at + took,
     }
-    cells = "".join(f"<div><dt>{text(key)}</dt><dd>{text(_short(value))}</dd></div>" for key, value in facts.items())
+    cells = "".join(_fact(key, _short(value)) for key, value in facts.items())
     counts = verdict.sentence().partition(": ")[2]
     return (
         f"<header><p class=eyebrow>Day-0 report</p><h1>{text(report.model)}</h1>"
         f'<div class="verdict {state}"><strong>{text(words)}</strong><span>{text(counts)}</span></div>{dummy}'
         f"<dl class=facts>{cells}</dl></header>"
     )
+
+
+def _fact(name: str, value: str) -> str:
+    width = " class=wide" if len(value) > WIDE_FACT else ""
+    return f"<div{width}><dt>{text(name)}</dt><dd>{text(value)}</dd></div>"
 
 
 def _gates(gates: Iterable[Gate]) -> str:

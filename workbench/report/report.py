@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.base import ConfigError, Table
-from workbench.report.gates import Gate, Verdict, gates_table, verdict_of
+from workbench.base import ConfigError, Table, plain
+from workbench.report.gates import Gate, Verdict, gates_table, gates_text, verdict_of
 from workbench.view.charts import Chart, chart_from_json
 
 if TYPE_CHECKING:
@@ -157,9 +156,10 @@ class Day0Report:
         """Commit of the workbench that made this report; None where it did not run from a checkout."""
         return self.versions.get("git_commit")
 
-    def render(self) -> str:
-        """The gates as aligned text, with the verdict above."""
-        return gates_table(self.gates).render()
+    def render(self, width: int | None = None) -> str:
+        """The gates as aligned text, with the verdict above; `width` columns of a terminal shorten the evidence of
+        gates that pass and tell that of the others in full below."""
+        return gates_table(self.gates).render() if width is None else gates_text(self.gates, width)
 
     def _repr_html_(self) -> str:
         return gates_table(self.gates).to_html()
@@ -192,7 +192,7 @@ class Day0Report:
             "answers": [answer.to_json() for answer in self.answers],
             "sections": [section.to_json() for section in self.sections],
         }
-        return {key: _plain(value) for key, value in record.items()}
+        return {key: plain(value) for key, value in record.items()}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Day0Report:
@@ -227,7 +227,12 @@ def read_report(path: Path | str) -> Day0Report:
         raise ConfigError(f"not a readable report: {error}", where=path) from None
     if not isinstance(record, dict):
         raise ConfigError("not a Day-0 report", where=path, found=type(record).__name__)
-    return Day0Report.from_json(record)
+    try:
+        return Day0Report.from_json(record)
+    except ConfigError as error:
+        raise ConfigError(error.message, where=path, found=error.found, expected=error.expected) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"a damaged report: {type(error).__name__}: {error}", where=path) from None
 
 
 def _replace(path: Path, text: str) -> Path:
@@ -236,17 +241,6 @@ def _replace(path: Path, text: str) -> Path:
     partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
     return path
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: any mapping or sequence as its own kind, a number that is not finite by name."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def _table_from_json(record: Mapping[str, Any]) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
-from workbench.base import RequestError, printable
+from workbench.base import RequestError, printable_lines
 from workbench.serving.engine import Generation, TokenEvent
 from workbench.serving.inputs import AnswerStream, Tokenizer
 from workbench.serving.inputs.messages import AnswerDelta
@@ -75,7 +75,7 @@ class Answer:
         counts = (
             f"{self.usage.prompt_tokens} prompt tokens, {self.usage.completion_tokens} generated, {self.finish_reason}"
         )
-        return f"{printable(self.text)}\n\n{'; '.join([counts, *times])}"
+        return f"{printable_lines(self.text)}\n\n{'; '.join([counts, *times])}"
 
     def to_json(self) -> dict[str, object]:
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from workbench.base import UnsupportedModelError
+from workbench.base import ConfigError, UnsupportedModelError
 from workbench.spec.config import read_json
 from workbench.spec.families import FAMILIES
 from workbench.spec.model import ModelSpec
@@ -27,12 +27,27 @@ def parse_config(config: Mapping[str, object], image_config: Mapping[str, object
 
 
 def read_spec(root: Path | str) -> ModelSpec:
-    """ModelSpec of a checkpoint folder (or of a bare `config.json`), with its image settings where they are present."""
+    """ModelSpec of a checkpoint folder (or of a bare `config.json`), with its image settings where they are present.
+
+    Raises UnsupportedModelError for a model of no known family, and ConfigError for everything else that is wrong.
+    """
     root = Path(root)
     config_path = root / "config.json" if root.is_dir() else root
+    if not config_path.exists():
+        raise ConfigError("file is missing", where=config_path, next_step=_where_to_look(root))
+    if config_path.suffix == ".safetensors":
+        raise ConfigError("a file of weights, not a description", where=root, next_step="Give the folder it lies in")
     image_path = config_path.parent / "preprocessor_config.json"
     image_config = read_json(image_path) if config_path.name == "config.json" and image_path.is_file() else None
     return parse_config(read_json(config_path), image_config)
+
+
+def _where_to_look(root: Path) -> str:
+    """A hint for a path that describes no model: one folder too high is the usual mistake."""
+    below = sorted(path.parent.name for path in root.glob("*/config.json"))
+    if below:
+        return f"Folders in it that have one: {', '.join(below[:5])}{', …' if len(below) > 5 else ''}"
+    return "A checkpoint folder holds config.json beside its *.safetensors files; the config alone will do as well"
 
 
 def published_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from workbench.base import ImageError
 from workbench.spec import ImageSpec
@@ -213,7 +213,11 @@ def _opened(source: ImageSource, limits: ImageLimits) -> tuple[Image.Image, str]
         raise ImageError("picture has too many pixels", where=where, found=str(error)) from error
     except MemoryError:
         raise
-    except Exception as error:  # UnidentifiedImageError, and whatever a header parser trips over
+    except UnidentifiedImageError:  # its text names an object in memory
+        raise ImageError(
+            "not a readable picture: no known format", where=where, expected=f"one of {', '.join(FORMATS)}"
+        ) from None
+    except Exception as error:  # whatever a header parser trips over
         raise ImageError(
             f"not a readable picture: {error}", where=where, expected=f"one of {', '.join(FORMATS)}"
         ) from error

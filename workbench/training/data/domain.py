@@ -1,8 +1,8 @@
 """The text side: facts about the language of this project, each with many phrasings of its question.
 
 Facts lie in `data/domain/*.toml`; the README there gives the form. What is held out is phrasings, not facts: a model
-of this size cannot know what it was never told. Of each fact's phrasings, sorted by the SHA-256 of their plain words,
-the first fifth (at least one) is never trained on.
+of this size cannot know what it was never told. Of each fact's phrasings, sorted by the SHA-256 of the fact's id and
+their plain words, the first tenth (at least one) is never trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TERM_PHRASINGS = (
 )  # fmt: skip
 _KEYS = {"id", "term", "is_plural", "answer", "accept", "ask"}
 _MIN_PHRASINGS, _MAX_ANSWER_WORDS = 6, 30
-_HELD_OUT_ONE_IN = 5
+_HELD_OUT_ONE_IN = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ def _parse_fact(path: Path, entry: dict[str, object]) -> Fact:
     phrasings = {plain_words(text): (text, True) for text in templated} | {plain_words(t): (t, False) for t in own}
     if len(phrasings) < _MIN_PHRASINGS:
         raise ConfigError("too few phrasings", where=where, found=len(phrasings), expected=f"at least {_MIN_PHRASINGS}")
-    held_out = _held_out(tuple(phrasings))
+    held_out = _held_out(name, tuple(phrasings))
     return Fact(
         fact_id=name,
         topic=path.stem,
@@ -125,8 +125,8 @@ def _about_term(term: str, is_plural: bool) -> tuple[str, ...]:
     return tuple(pattern.format(term=term, **words) for pattern in _TERM_PHRASINGS)
 
 
-def _held_out(plain_texts: Sequence[str]) -> set[str]:
-    ranked = sorted(plain_texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+def _held_out(fact_id: str, plain_texts: Sequence[str]) -> set[str]:
+    ranked = sorted(plain_texts, key=lambda text: hashlib.sha256(f"{fact_id}: {text}".encode()).digest())
     return set(ranked[: max(1, len(ranked) // _HELD_OUT_ONE_IN)])
 
 
