@@ -65,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print("interrupted", sys.stderr)
         return 130
     except Exception as error:  # a bug; without this it would leave exit code 1, which means "no"
-        _print(traceback.format_exc(), sys.stderr)
-        _print_error(error, as_json)
+        _print(traceback.format_exc().rstrip(), sys.stderr)
+        if as_json:
+            _print_error(error, as_json)
         return 2
 
 

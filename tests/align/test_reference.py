@@ -96,13 +96,13 @@ def test_following_a_choice_changes_what_comes_after_and_records_the_regret() ->
     prompt = ReferencePrompt(token_ids=TEXT_IDS[:6])
     own = reference_traces(TINY, [prompt])[0]
     choice = {name: value.clone() for name, value in own.items() if name.endswith("topk_idx")}
-    same = reference_traces(TINY, [prompt], choices=[choice])[0]
+    same = reference_traces(TINY, [prompt], follow=[choice])[0]
     assert torch.equal(same["logits"], own["logits"])
     assert not same["L2.route_regret"].any()
 
     rejected = next(e for e in range(8) if e not in choice["L2.topk_idx"][4])
     choice["L2.topk_idx"][4, 0] = rejected
-    other = reference_traces(TINY, [prompt], choices=[choice])[0]
+    other = reference_traces(TINY, [prompt], follow=[choice])[0]
     assert torch.equal(other["L2.topk_idx"], own["L2.topk_idx"])  # its own choice is still what it says
     assert (other["L2.route_regret"] > 0).tolist() == [False, False, False, False, True, False]
     assert other["L2.route_regret"][4] >= own["L2.route_margin"][4]
@@ -116,7 +116,7 @@ def test_a_choice_that_is_none_is_not_followed(nonsense: list[list[int]]) -> Non
     own = reference_traces(TINY, [prompt])[0]
     choice = {name: value for name, value in own.items() if name.endswith("topk_idx")}
     choice["L4.topk_idx"] = torch.tensor(nonsense)
-    trace = reference_traces(TINY, [prompt], choices=[choice])[0]
+    trace = reference_traces(TINY, [prompt], follow=[choice])[0]
     assert torch.equal(trace["logits"], own["logits"])
     assert bool(trace["L4.route_regret"].isinf().all())
 

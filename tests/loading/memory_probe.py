@@ -6,7 +6,6 @@ python memory_probe.py FOLDER PRECISION WINDOW_BYTES LAYOUT_TP LAYOUT_EP HOW    
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 
@@ -31,8 +30,8 @@ def main(root: Path, warm_root: Path, precision: str, window: int, layout: Layou
     drained = [load_file(path) for path in sorted(root.glob("*.safetensors"))] if how == "drain" else []
     drained = [{name: tensor.clone() for name, tensor in file.items()} for file in drained]
     _, _, stats = load_rank(checkpoint, layout, 0, precision=precision, window_bytes=window)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"growth": peak - before, "drained": len(drained), **stats.to_dict()}))
+    # Not ru_maxrss: a process inherits its parent's, which here is the whole test run.
+    print(json.dumps({"growth": status("VmHWM") - before, "drained": len(drained), **stats.to_dict()}))
 
 
 if __name__ == "__main__":

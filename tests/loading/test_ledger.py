@@ -53,7 +53,8 @@ def test_a_complete_ledger_closes_and_tells_norms_sources_and_counts() -> None:
     }  # fmt: skip
     text = ledger.render(limit=2)
     assert "proj.weight" in text
-    assert "... and 4 more" in text
+    assert "and 4 more" in text
+    assert "model-00001.safetensors   4,096" in text
 
 
 def test_a_parameter_that_was_never_written_is_missing_by_name_and_rows() -> None:

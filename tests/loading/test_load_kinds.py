@@ -250,6 +250,8 @@ def test_l26_padding_of_a_log_is_named_verified_zero_and_trimmed(copy_of: CopyOf
     replace(root, name, dirty.tobytes())
     with pytest.raises(LoadError, match=rf"{name}: the rows beyond 6 that pad it are not zero"):
         load(root)
+    with pytest.raises(LoadError, match="the rows beyond 6"):  # also by the rank that holds the first three
+        load_rank(Checkpoint.open(root), Layout(tp=2, ep=2), 0)
 
 
 def test_the_router_bias_may_be_zero_and_is_only_mentioned(copy_of: CopyOf) -> None:

@@ -13,14 +13,13 @@ import atexit
 import importlib.util
 import os
 import pickle
-import secrets
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +73,17 @@ class Ranks:
         return "\n".join(text.splitlines()[-lines:])
 
     def _start(self) -> None:
-        address, key = str(Path(self._folder.name) / f"socket-{self._epoch}"), secrets.token_bytes(16)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANKS_KEY": key.hex(), "GLOO_SOCKET_IFNAME": "lo"}
-        with Listener(address, family="AF_UNIX", authkey=key, backlog=self.number) as listener:
-            for rank in range(self.number):
-                log = (Path(self._folder.name) / f"rank-{rank}.log").open("wb")
-                command = [sys.executable, str(Path(__file__).resolve()), str(rank), address]
-                self._processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-            arrived: dict[int, Connection] = {}
-            for _ in range(self.number):
-                connection = listener.accept()
-                arrived[connection.recv()] = connection
-        self._connections = [arrived[rank] for rank in range(self.number)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        for rank in range(self.number):
+            ours, theirs = Pipe()
+            command = [sys.executable, str(Path(__file__).resolve()), str(rank), str(theirs.fileno())]
+            with (Path(self._folder.name) / f"rank-{rank}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()]
+                )
+            theirs.close()  # so that the end of the process is the end of the pipe
+            self._processes.append(process)
+            self._connections.append(ours)
 
     def _collect(self, world_size: int, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -139,15 +137,13 @@ def _load_task(source: str, name: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
-def _work(rank: int, address: str) -> None:
-    connection = Client(address, family="AF_UNIX", authkey=bytes.fromhex(os.environ["RANKS_KEY"]))
+def _work(rank: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     from workbench.parallel import join_processes
 
     torch.set_num_threads(1)
-    connection.send(rank)
     joined = 0  # epoch of the world this process is part of
     while True:
         try:
@@ -167,4 +163,4 @@ def _work(rank: int, address: str) -> None:
 
 
 if __name__ == "__main__":
-    _work(int(sys.argv[1]), sys.argv[2])
+    _work(int(sys.argv[1]), Connection(int(sys.argv[2])))

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workbench.align.tolerance import FP32_TOLERANCE, Limit, Limits
 from workbench.align.trace import forward_order, layer_of, produced_by, short_name
 from workbench.base import Cell, Table
 
-__all__ = ["FP32_TOLERANCE", "Comparison", "TensorDiff", "Tolerance", "compare_traces", "tolerance_for"]
+__all__ = ["Comparison", "TensorDiff", "compare_traces"]
 
 ROUTER_CHOICES = "topk_idx"
 ROUTER_WEIGHTS = "topk_w"
@@ -22,52 +23,10 @@ CONV_INPUTS = "kda_conv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tolerance:
-    """What one comparison allows, and why.
-
-    `relative` bounds ||found - expected|| / ||expected||; `peak` bounds the largest single difference over the root
-    mean square of the expected tensor, so that one wrong element cannot hide in a large tensor (None: not bounded);
-    `route_margin`: a token may choose other experts only where the expected scores differ by less than this. What
-    follows from another choice is comparable only where the expected trace followed that choice. `logit_gap`: a greedy
-    token may differ from the expected one only where its expected logit is less than this below the highest.
-    """
-
-    relative: float
-    peak: float | None
-    route_margin: float
-    logit_gap: float
-    reason: str
-
-
-FP32_TOLERANCE = Tolerance(
-    relative=5e-5,
-    peak=5e-4,
-    route_margin=2e-6,
-    logit_gap=1e-3,
-    reason="fp32 rounding grows to about 1e-5 through nine layers; a wrong epsilon shows as 1e-4 or more",
-)
-_BY_PRECISION = {
-    "fp32": FP32_TOLERANCE,
-    "bf16": Tolerance(
-        relative=0.2,
-        peak=None,
-        route_margin=0.1,
-        logit_gap=0.5,
-        reason="bf16 rounding: up to 0.12 seen through 8 layers, with expert choices followed",
-    ),
-}
-_BY_PRECISION["mxfp4"] = _BY_PRECISION["bf16"]  # the published weights, exactly; activations in bf16
-
-
-def tolerance_for(precision: str) -> Tolerance | None:
-    """Limit for a model held in `precision`; None where the weights themselves are approximated and only a measurement
-    can say how far apart is right."""
-    return _BY_PRECISION.get(precision)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDiff:
-    """One tensor compared. `relative` and `peak` are infinite where found holds a value that is not finite.
+    """One tensor compared. `relative` and `peak` are infinite where found holds a value that is not finite. `stretch`
+    says how much longer (above 0) or shorter found is along expected. `yardstick` is what rounding alone does to
+    `relative`, where that was measured.
 
     For router choices `relative` is the share of tokens whose set of experts differs, `unexplained` counts those whose
     margin does not excuse it, and `worst` is the token with the largest such margin.
@@ -78,23 +37,42 @@ class TensorDiff:
     max_abs: float
     relative: float
     peak: float
+    stretch: float
     cosine: float
     worst: tuple[int, ...]
     expected: float
     found: float
     passed: bool
+    limit: Limit
     unexplained: int = 0
     note: str = ""
+
+    @property
+    def yardstick(self) -> float | None:
+        return self.limit.yardstick
+
+    @property
+    def severity(self) -> float:
+        """What the worst tensor is chosen by: yardsticks where they were measured, else the relative difference."""
+        return self.relative if self.yardstick is None else self.relative / self.yardstick
+
+    def describe(self) -> str:
+        """The distance in words, with its yardstick where there is one."""
+        if self.yardstick is None:
+            return f"relative {self.relative:.1e}"
+        return f"{self.severity:.2f} yardsticks (relative {self.relative:.1e}, yardstick {self.yardstick:.1e})"
 
     def to_json(self) -> dict[str, object]:
         numbers = {
             key: _json_number(getattr(self, key))
-            for key in ("max_abs", "relative", "peak", "cosine", "expected", "found")
+            for key in ("max_abs", "relative", "peak", "stretch", "cosine", "expected", "found")
         }
         return {
             "name": self.name,
             "shape": list(self.shape),
             **numbers,
+            "limit": _json_number(self.limit.relative),
+            "yardstick": self.yardstick,
             "worst": list(self.worst),
             "passed": self.passed,
             "unexplained": self.unexplained,
@@ -104,12 +82,16 @@ class TensorDiff:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """All tensors of one prompt in forward order. `suspect` is the first that fails: what feeds it agreed."""
+    """All tensors of one prompt in forward order. `suspect` is the first that fails: what feeds it agreed.
+
+    `is_followed`: the expected trace was computed with the experts that the other one chose.
+    """
 
     diffs: tuple[TensorDiff, ...]
     missing: tuple[str, ...]
-    tolerance: Tolerance
+    tolerance: Limits
     label: str = ""
+    is_followed: bool = False
 
     @property
     def suspect(self) -> TensorDiff | None:
@@ -122,9 +104,10 @@ class Comparison:
 
     @property
     def worst(self) -> TensorDiff | None:
-        """Largest relative difference among tensors compared by value (router choices are counted, not measured)."""
+        """Largest difference, in yardsticks where these were measured, among tensors compared by value (router choices
+        are counted, not measured)."""
         values = [diff for diff in self.diffs if short_name(diff.name) != ROUTER_CHOICES]
-        return max(values, key=lambda diff: diff.relative, default=None)
+        return max(values, key=lambda diff: diff.severity, default=None)
 
     def verdict(self) -> str:
         """One sentence: agreement with the worst figure, or the first wrong layer and tensor."""
@@ -134,27 +117,29 @@ class Comparison:
         if self.missing:
             return f"{head}{len(self.missing)} tensors were not captured, first {self.missing[0]}"
         if (suspect := self.suspect) is None:
-            text = f"{head}{len(self.diffs)} tensors agree"
-            return (
-                text
-                if self.worst is None
-                else (f"{text}; largest relative difference {self.worst.relative:.1e} at {self.worst.name}")
-            )
+            worst = "" if self.worst is None else f"; furthest apart: {self.worst.describe()} at {self.worst.name}"
+            return f"{head}{len(self.diffs)} tensors agree{worst}"
         layer = layer_of(suspect.name)
         where = f"layer {layer}, tensor {short_name(suspect.name)}" if layer is not None else f"tensor {suspect.name}"
         origin = produced_by(suspect.name)
-        return (
-            f"{head}first wrong: {where}: max|d|={suspect.max_abs:.3e} at {list(suspect.worst)}, "
-            f"relative {suspect.relative:.1e}, cosine {suspect.cosine:.6f}, tolerance {self.tolerance.relative:.1e}"
-            + (f"; look at {origin}" if origin else "")
-            + (f"; {suspect.note}" if suspect.note else "")
-            + self._after_near_tie(suspect)
+        figures = (
+            f"max|d|={suspect.max_abs:.3e} at {list(suspect.worst)}, {suspect.describe()}, "
+            f"cosine {suspect.cosine:.6f}, tolerance {suspect.limit.relative:.1e}"
         )
+        parts = [
+            "" if short_name(suspect.name) == ROUTER_CHOICES else figures,
+            f"look at {origin}" if origin else "",
+            suspect.note,
+            self._after_near_tie(suspect),
+        ]
+        return f"{head}first wrong: {where}: {'; '.join(filter(None, parts))}"
 
     def _after_near_tie(self, suspect: TensorDiff) -> str:
+        if self.is_followed:
+            return ""
         earlier = self.diffs[: self.diffs.index(suspect)]
         ties = [diff.name for diff in earlier if short_name(diff.name) == ROUTER_CHOICES and diff.relative > 0]
-        return f"; follows other experts after a near tie in {ties[0]}" if ties else ""
+        return f"follows other experts after a near tie in {ties[0]}" if ties else ""
 
     def table(self, *, only_failures: bool = False) -> Table:
         """One row per tensor in forward order."""
@@ -164,6 +149,7 @@ class Comparison:
                 "x".join(map(str, diff.shape)),
                 f"{diff.max_abs:.2e}",
                 f"{diff.relative:.2e}",
+                f"{diff.limit.relative:.2e}",
                 f"{diff.cosine:.7f}",
                 str(list(diff.worst)),
                 f"{diff.expected:.5g}",
@@ -174,12 +160,13 @@ class Comparison:
             for diff in self.diffs
             if not (only_failures and diff.passed)
         ]
-        rows.extend((name, *["–"] * 7, "MISSING", "") for name in self.missing)
+        rows.extend((name, *["–"] * 8, "MISSING", "") for name in self.missing)
         columns = (
             "tensor",
             "shape",
             "max|d|",
             "relative",
+            "limit",
             "cosine",
             "worst at",
             "expected",
@@ -187,9 +174,9 @@ class Comparison:
             "verdict",
             "note",
         )
-        peak = "" if self.tolerance.peak is None else f", single element {self.tolerance.peak:.0e} of the rms"
-        limit = f"limit: relative {self.tolerance.relative:.0e}{peak} ({self.tolerance.reason})"
-        return Table(columns=columns, rows=tuple(rows), title=self.verdict(), note=limit)
+        return Table(
+            columns=columns, rows=tuple(rows), title=self.verdict(), note=f"limit: {self.tolerance.describe()}"
+        )
 
     def render(self) -> str:
         return self.table().render()
@@ -198,20 +185,13 @@ class Comparison:
         return self.table().to_html()
 
     def to_json(self) -> dict[str, object]:
-        limit = self.tolerance
         return {
             "label": self.label,
             "passed": self.passed,
             "verdict": self.verdict(),
             "suspect": None if self.suspect is None else self.suspect.name,
             "missing": list(self.missing),
-            "tolerance": {
-                "relative": limit.relative,
-                "peak": limit.peak,
-                "route_margin": limit.route_margin,
-                "logit_gap": limit.logit_gap,
-                "reason": limit.reason,
-            },
+            "tolerance": self.tolerance.to_json(),
             "tensors": [diff.to_json() for diff in self.diffs],
         }
 
@@ -223,7 +203,7 @@ def _everything(name: str) -> bool:
 def compare_traces(
     expected: Mapping[str, Tensor],
     found: Mapping[str, Tensor],
-    tolerance: Tolerance = FP32_TOLERANCE,
+    tolerance: Limits = FP32_TOLERANCE,
     *,
     required: Callable[[str], bool] = _everything,
     label: str = "",
@@ -237,17 +217,23 @@ def compare_traces(
     diffs = []
     for name in forward_order(expected.keys() & found.keys()):
         want, have = _aligned(name, expected[name], found[name])
-        stem = name.removesuffix(short_name(name))
+        stem, limit = name.removesuffix(short_name(name)), tolerance.limit(name)
         if short_name(name) == ROUTER_CHOICES:
             excuse = expected.get(stem + ROUTER_REGRET, expected.get(stem + ROUTER_MARGIN))
-            diffs.append(_compare_choices(name, want, have, excuse, tolerance))
+            diffs.append(_compare_choices(name, want, have, excuse, limit, tolerance.choice_limit(stem)))
         elif short_name(name) in (ROUTER_WEIGHTS, ROUTER_MARGIN):
             same = _same_sets(expected, found, stem)
-            diffs.append(_compare_tensor(name, want, have, tolerance, rows=same))
+            diffs.append(_compare_tensor(name, want, have, limit, rows=same))
         else:
-            diffs.append(_compare_tensor(name, want, have, tolerance))
+            diffs.append(_compare_tensor(name, want, have, limit))
     missing = [name for name in forward_order(expected.keys() - found.keys()) if required(name)]
-    return Comparison(diffs=tuple(diffs), missing=tuple(missing), tolerance=tolerance, label=label)
+    return Comparison(
+        diffs=tuple(diffs),
+        missing=tuple(missing),
+        tolerance=tolerance,
+        label=label,
+        is_followed=any(short_name(name) == ROUTER_REGRET for name in expected),
+    )
 
 
 def _aligned(name: str, expected: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,11 +262,11 @@ def _same_sets(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], stem
 
 
 def _compare_tensor(
-    name: str, expected: Tensor, found: Tensor, tolerance: Tolerance, *, rows: Tensor | None = None
+    name: str, expected: Tensor, found: Tensor, limit: Limit, *, rows: Tensor | None = None
 ) -> TensorDiff:
     if expected.shape != found.shape:
         note = f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
-        return _unlike(name, expected, note)
+        return _unlike(name, expected, note, limit)
     want, have = expected.detach().to("cpu", torch.float64), found.detach().to("cpu", torch.float64)
     note = ""
     if rows is not None and not bool(rows.all()):
@@ -288,7 +274,7 @@ def _compare_tensor(
         want, have = want.clone(), have.clone()
         want[~rows] = have[~rows] = 0.0
     if want.numel() == 0:
-        return _unlike(name, expected, note or "empty tensor", passed=True)
+        return _unlike(name, expected, note or "empty tensor", limit, passed=True)
     # A value that is not finite equals only itself; subtracting would give nan for equal infinities.
     delta = torch.where(want == have, torch.zeros_like(want), (have - want).abs())
     delta = torch.where(delta.isnan(), torch.full_like(delta, math.inf), delta)
@@ -299,32 +285,41 @@ def _compare_tensor(
     if bad := int((~have.isfinite() & want.isfinite()).sum()):
         note = f"{bad} values are not finite"
     relative, peak = _ratio(delta.norm().item(), norm), _ratio(max_abs, rms)
-    passed = relative <= tolerance.relative and (tolerance.peak is None or peak <= tolerance.peak)
+    size = (finite * finite).sum().item()
+    stretch = _ratio((finite * (have - want).nan_to_num(math.inf)).sum().item(), size)
+    wrong = []
+    if limit.peak is not None and not peak <= limit.peak:
+        wrong.append(f"a single element off by {peak:.1e} of the rms, at most {limit.peak:.1e}")
+    if limit.stretch is not None and not abs(stretch) <= limit.stretch:
+        wrong.append(f"scaled by 1{stretch:+.1e} on the whole, rounding explains {limit.stretch:.1e}")
     return TensorDiff(
         name=name,
         shape=tuple(expected.shape),
         max_abs=max_abs,
         relative=relative,
         peak=peak,
+        stretch=stretch,
         cosine=_cosine(want, have),
         worst=worst,
         expected=want[worst].item(),
         found=have[worst].item(),
-        passed=passed,
-        note=note,
+        passed=relative <= limit.relative and not wrong,
+        limit=limit,
+        note="; ".join(filter(None, [note, *wrong])),
     )
 
 
 def _compare_choices(
-    name: str, expected: Tensor, found: Tensor, excuse: Tensor | None, tolerance: Tolerance
+    name: str, expected: Tensor, found: Tensor, excuse: Tensor | None, limit: Limit, near: float | Tensor
 ) -> TensorDiff:
+    """`near`: up to this difference of the scores another choice is excused; for all tokens, or (T,)."""
     if expected.shape != found.shape:
-        return _unlike(name, expected, f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+        return _unlike(name, expected, f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}", limit)
     want, have = (x.detach().long().cpu().sort(-1).values for x in (expected, found))
     differ = (want != have).any(-1)
     # Without a margin in the trace nothing excuses another choice.
     gap = torch.full((len(want),), math.inf, dtype=torch.float64) if excuse is None else excuse.double().cpu()
-    unexplained = differ & (gap >= tolerance.route_margin)
+    unexplained = differ & (gap >= near)
     tokens = unexplained if bool(unexplained.any()) else differ
     note, worst, at = "", (0,), 0
     if bool(differ.any()):
@@ -341,17 +336,19 @@ def _compare_choices(
         max_abs=float(differ.sum().item()),
         relative=share,
         peak=0.0,
+        stretch=0.0,
         cosine=1.0 - share,
         worst=worst,
         expected=float(len(differ)),
         found=float((~differ).sum().item()),
         passed=not bool(unexplained.any()),
+        limit=limit,
         unexplained=int(unexplained.sum()),
         note=note,
     )
 
 
-def _unlike(name: str, expected: Tensor, note: str, *, passed: bool = False) -> TensorDiff:
+def _unlike(name: str, expected: Tensor, note: str, limit: Limit, *, passed: bool = False) -> TensorDiff:
     size = 0.0 if passed else math.inf
     return TensorDiff(
         name=name,
@@ -359,11 +356,13 @@ def _unlike(name: str, expected: Tensor, note: str, *, passed: bool = False) -> 
         max_abs=size,
         relative=size,
         peak=size,
+        stretch=size,
         cosine=1.0 if passed else 0.0,
         worst=(),
         expected=math.nan,
         found=math.nan,
         passed=passed,
+        limit=limit,
         note=note,
     )
 

@@ -1,27 +1,31 @@
-"""Is the deployed model the published one? Its traces against the reference, for several prompts, with one verdict."""
+"""Is the deployed model the published one? Its traces against the reference, for several prompts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workbench.align.capture import Capture
-from workbench.align.compare import FP32_TOLERANCE, Comparison, TensorDiff, Tolerance, compare_traces
-from workbench.align.reference import ReferencePrompt, Trace, reference_traces
+from workbench.align.compare import Comparison, compare_traces
+from workbench.align.parity_report import GreedyCheck, ParityReport
+from workbench.align.reference import ReferencePrompt, Trace, choices_of, reference_traces
 from workbench.align.reference_vision import ReferenceImage
-from workbench.align.trace import forward_order, layer_of, short_name
-from workbench.base import Cell, RequestError, Table
+from workbench.align.tolerance import FP32_TOLERANCE, MeasuredTolerance, RoundingTolerance, Tolerance
+from workbench.align.trace import short_name
+from workbench.align.yardstick import ExactAndNoise, noisy_references
+from workbench.base import RequestError
 from workbench.nn.batch import TokenBatch
 from workbench.nn.cache import StateCache
 from workbench.nn.model import Model
 
-__all__ = ["GreedyCheck", "ParityPrompt", "ParityReport", "TraceForward", "check_parity", "model_forward"]
+__all__ = ["ParityPrompt", "TraceForward", "check_parity", "model_forward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,147 +50,6 @@ class ParityPrompt:
 TraceForward = Callable[[Sequence[ParityPrompt]], Sequence[Trace]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GreedyCheck:
-    """Generated tokens against the reference's own choice. `first_wrong` counts from 0, None where all agree.
-
-    `gap` is the largest amount by which the reference rates its own choice above the generated token; up to `limit`
-    two implementations may part.
-    """
-
-    num_tokens: int
-    num_equal: int
-    first_wrong: int | None
-    gap: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        return self.gap <= self.limit
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParityReport:
-    """Parity over all prompts. `suspect` is the failing tensor that a forward pass computes first, over all prompts."""
-
-    root: str
-    comparisons: tuple[Comparison, ...]
-    greedy: tuple[GreedyCheck, ...]
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.comparisons) and all(x.passed for x in self.comparisons) and all(x.passed for x in self.greedy)
-
-    @property
-    def num_tensors(self) -> int:
-        return sum(len(comparison.diffs) for comparison in self.comparisons)
-
-    @property
-    def worst(self) -> TensorDiff | None:
-        """Largest relative difference over all prompts."""
-        found = [comparison.worst for comparison in self.comparisons if comparison.worst is not None]
-        return max(found, key=lambda diff: diff.relative, default=None)
-
-    @property
-    def suspect(self) -> TensorDiff | None:
-        suspects = {x.suspect.name: x.suspect for x in reversed(self.comparisons) if x.suspect is not None}
-        return suspects[forward_order(suspects)[0]] if suspects else None
-
-    def verdict(self) -> str:
-        """One sentence for a report."""
-        if not self.comparisons:
-            return "nothing was compared"
-        if self.suspect is not None:
-            first = next(x for x in self.comparisons if x.suspect == self.suspect)
-            return first.verdict()
-        if incomplete := next((x for x in self.comparisons if x.missing), None):
-            return incomplete.verdict()
-        for comparison, greedy in zip(self.comparisons, self.greedy, strict=True):
-            if not greedy.passed:
-                return (
-                    f"{comparison.label}: tensors agree, but generated token {greedy.first_wrong} is not the "
-                    f"reference's choice (logit gap {greedy.gap:.3g}, at most {greedy.limit:.0e})"
-                )
-        worst = (
-            "" if self.worst is None else f"; largest relative difference {self.worst.relative:.1e} ({self.worst.name})"
-        )
-        generated = sum(greedy.num_tokens for greedy in self.greedy)
-        return (
-            f"{self.num_tensors} tensors of {len(self.comparisons)} prompts and {generated} greedy tokens agree{worst}"
-        )
-
-    def table(self) -> Table:
-        """One row per prompt."""
-        rows: list[tuple[Cell, ...]] = []
-        for comparison, greedy in zip(self.comparisons, self.greedy, strict=True):
-            choices = [diff for diff in comparison.diffs if short_name(diff.name) == "topk_idx"]
-            worst = comparison.worst
-            rows.append(
-                (
-                    comparison.label,
-                    len(comparison.diffs),
-                    "–" if worst is None else f"{worst.relative:.1e}",
-                    "–" if worst is None else worst.name,
-                    f"{sum(int(d.max_abs) for d in choices)} of {sum(int(d.expected) for d in choices)}",
-                    f"{greedy.num_equal} of {greedy.num_tokens}",
-                    "ok" if comparison.passed and greedy.passed else "WRONG",
-                )
-            )
-        columns = ("prompt", "tensors", "worst relative", "at", "other experts", "greedy tokens", "verdict")
-        limit = self.comparisons[0].tolerance if self.comparisons else FP32_TOLERANCE
-        note = f"limit: relative {limit.relative:.0e} ({limit.reason}); {self.seconds:.1f} s"
-        return Table(columns=columns, rows=tuple(rows), title=self.verdict(), note=note)
-
-    def worst_by_layer(self) -> dict[int, TensorDiff]:
-        """The largest relative difference in each layer over all prompts: where error enters and how it grows."""
-        worst: dict[int, TensorDiff] = {}
-        for diff in (diff for comparison in self.comparisons for diff in comparison.diffs):
-            layer = layer_of(diff.name)
-            if layer is None or short_name(diff.name) in ("topk_idx", "route_margin", "route_regret"):
-                continue
-            if layer not in worst or diff.relative > worst[layer].relative:
-                worst[layer] = diff
-        return dict(sorted(worst.items()))
-
-    def by_layer(self) -> Table:
-        """`worst_by_layer` as a table."""
-        rows = tuple(
-            (layer, f"{diff.relative:.1e}", short_name(diff.name), f"{diff.max_abs:.1e}")
-            for layer, diff in self.worst_by_layer().items()
-        )
-        return Table(columns=("layer", "worst relative", "tensor", "max|d|"), rows=rows)
-
-    def render(self) -> str:
-        failing = [x.table(only_failures=True).render() for x in self.comparisons if not x.passed]
-        return "\n\n".join([self.table().render(), *failing])
-
-    def _repr_html_(self) -> str:
-        failing = [x.table(only_failures=True).to_html() for x in self.comparisons if not x.passed]
-        return "".join([self.table().to_html(), *failing])
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            "root": self.root,
-            "passed": self.passed,
-            "verdict": self.verdict(),
-            "suspect": None if self.suspect is None else self.suspect.name,
-            "seconds": self.seconds,
-            "prompts": [
-                {
-                    **comparison.to_json(),
-                    "greedy": {
-                        "tokens": greedy.num_tokens,
-                        "equal": greedy.num_equal,
-                        "first_wrong": greedy.first_wrong,
-                        "gap": greedy.gap,
-                    },
-                }
-                for comparison, greedy in zip(self.comparisons, self.greedy, strict=True)
-            ],
-        }
-
-
 def _is_captured(name: str) -> bool:
     """What a forward capture must bring: not the router's scores, nor the inside of the vision tower."""
     is_inside = short_name(name) in ("router_scores", "route_margin", "route_regret")
@@ -198,34 +61,87 @@ def check_parity(
     root: Path | str,
     prompts: Sequence[ParityPrompt],
     *,
-    tolerance: Tolerance = FP32_TOLERANCE,
+    tolerance: Tolerance | RoundingTolerance = FP32_TOLERANCE,
     required: Callable[[str], bool] = _is_captured,
 ) -> ParityReport:
     """Run `prompts` through `forward` and through the reference of checkpoint `root`, and compare the traces.
 
     The reference follows the experts that `forward` chose and judges each choice for itself, so that one token tipped
-    over by rounding does not blur the rest. Every reference tensor for which `required(name)` must be in the trace of
-    `forward`. Raises RequestError where `forward` returns another number of traces.
+    over by rounding does not blur the rest. With a `RoundingTolerance` the reference also runs with roundings, which
+    gives each tensor its yardstick, and every prompt is compared twice: step by step and end to end. Every reference
+    tensor for which `required(name)` must be in the trace of `forward`. Raises RequestError where `forward` returns
+    another number of traces.
     """
     began = time.perf_counter()
     found = forward(prompts)
     if len(found) != len(prompts):
         raise RequestError(f"{len(found)} traces for {len(prompts)} prompts")
     inputs = [ReferencePrompt(token_ids=p.token_ids, images=p.images) for p in prompts]
-    expected = reference_traces(root, inputs, choices=found)
-    comparisons, greedy = [], []
-    for prompt, want, have in zip(prompts, expected, found, strict=True):
-        comparisons.append(compare_traces(want, have, tolerance, required=required, label=prompt.label))
-        greedy.append(_check_greedy(prompt, want["logits"], tolerance.logit_gap))
+    comparisons: list[Comparison] = []
+    end_to_end: list[Comparison] = []
+    greedy: list[GreedyCheck] = []
+    if isinstance(tolerance, Tolerance):
+        expected = reference_traces(root, inputs, follow=[choices_of(trace) for trace in found])
+        for prompt, want, have in zip(prompts, expected, found, strict=True):
+            comparisons.append(compare_traces(want, have, tolerance, required=required, label=prompt.label))
+            greedy.append(_check_greedy(prompt, want["logits"], limit=tolerance.logit_gap))
+    else:
+        comparisons, end_to_end, greedy = _compare_by_yardstick(root, prompts, inputs, found, tolerance, required)
     return ParityReport(
         root=str(root),
         comparisons=tuple(comparisons),
         greedy=tuple(greedy),
         seconds=time.perf_counter() - began,
+        end_to_end=tuple(end_to_end),
     )
 
 
-def _check_greedy(prompt: ParityPrompt, logits: Tensor, limit: float) -> GreedyCheck:
+def _compare_by_yardstick(
+    root: Path | str,
+    prompts: Sequence[ParityPrompt],
+    inputs: Sequence[ReferencePrompt],
+    found: Sequence[Trace],
+    tolerance: RoundingTolerance,
+    required: Callable[[str], bool],
+) -> tuple[list[Comparison], list[Comparison], list[GreedyCheck]]:
+    """Comparisons step by step, end to end, and of greedy tokens, all from one pass over the reference's weights."""
+    numbers = range(len(prompts))
+    long = [n for n in numbers if len(prompts[n].token_ids) >= tolerance.min_tokens]
+    generated = [n for n in numbers if prompts[n].num_generated]
+    # What each run of the reference follows: the whole served trace, its experts, or nothing but the tokens.
+    runs: list[tuple[int, Mapping[str, Tensor]]] = [
+        *((n, found[n]) for n in numbers),
+        *((n, choices_of(found[n])) for n in long),
+        *((n, {}) for n in generated),
+    ]
+    num_compared = len(numbers) + len(long)
+
+    def keep(run_idx: int, name: str) -> bool:
+        return not name.startswith("image") if run_idx < num_compared else name == "logits"
+
+    references = iter(
+        noisy_references(
+            root,
+            [inputs[n] for n, _ in runs],
+            grids=tolerance.grids,
+            follow=[followed for _, followed in runs],
+            keep=keep,
+        )
+    )
+
+    def compare(n: int, way: Literal["step by step", "end to end"]) -> Comparison:
+        reference, label = next(references), f"{prompts[n].label}, {way}"
+        limits = MeasuredTolerance(rounding=tolerance, noise=reference.noise, way=way)
+        return compare_traces(reference.trace, found[n], limits, required=required, label=label)
+
+    step_by_step = [compare(n, "step by step") for n in numbers]
+    end_to_end = [compare(n, "end to end") for n in long]
+    own = dict(zip(generated, references, strict=True))
+    greedy = [_check_greedy_by_yardstick(prompts[n], own.get(n), tolerance) for n in numbers]
+    return step_by_step, end_to_end, greedy
+
+
+def _check_greedy(prompt: ParityPrompt, logits: Tensor, *, limit: float, num_allowed: int = 0) -> GreedyCheck:
     """Each generated token against the reference's highest logit at the position before it."""
     count = prompt.num_generated
     if not count:
@@ -240,7 +156,21 @@ def _check_greedy(prompt: ParityPrompt, logits: Tensor, limit: float) -> GreedyC
         first_wrong=int(wrong[0]) if len(wrong) else None,
         gap=gaps.max().item(),
         limit=limit,
+        num_allowed=num_allowed,
     )
+
+
+def _check_greedy_by_yardstick(
+    prompt: ParityPrompt, reference: ExactAndNoise | None, tolerance: RoundingTolerance
+) -> GreedyCheck:
+    """Allowed are as many other tokens as the roundings of the reference bring about, times the factor."""
+    if reference is None:
+        return _check_greedy(prompt, torch.empty(0), limit=0.0)
+    logits = reference.trace["logits"]
+    positions = slice(-prompt.num_generated - 1, -1)
+    own, draws = logits.argmax(-1)[positions], reference.noise.tokens
+    others = sum(int((draw[positions] != own).sum()) for draw in draws) / len(draws)
+    return _check_greedy(prompt, logits, limit=0.0, num_allowed=int(tolerance.factor * max(others, 1.0)))
 
 
 def model_forward(model: Model, *, keep: Callable[[str], bool] | None = None) -> TraceForward:

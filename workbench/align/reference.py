@@ -24,7 +24,7 @@ from workbench.align.reference_weights import PublishedWeights, read_reference_c
 from workbench.align.rounding import Round, RowRounding
 from workbench.base import RequestError
 
-__all__ = ["ReferencePrompt", "Trace", "reference_traces"]
+__all__ = ["ReferencePrompt", "Take", "Trace", "choices_of", "reference_traces"]
 
 Trace = dict[str, Tensor]
 Read = Callable[[str], Tensor]  # a published tensor below some prefix -> its values
@@ -48,6 +48,10 @@ class ReferencePrompt:
     bf16_grid: float | None = None
 
 
+# (number of the prompt, name, tensor) -> what the prompt's trace holds under that name; None: nothing.
+Take = Callable[[int, str, Tensor], Tensor | None]
+
+
 @dataclass
 class _Recorder:
     """Collects packed per-token tensors and per-sequence states, and hands out one trace per sequence.
@@ -56,7 +60,7 @@ class _Recorder:
     """
 
     spans: list[slice]
-    keep: Callable[[str], bool]
+    take: Take
     followed: Sequence[Mapping[str, Tensor]]
     round: Round
     traces: list[Trace] = field(default_factory=list)
@@ -64,36 +68,38 @@ class _Recorder:
     def __post_init__(self) -> None:
         self.traces = [{} for _ in self.spans]
 
+    def state(self, name: str, sequence_idx: int, value: Tensor) -> None:
+        taken = self.take(sequence_idx, name, value)
+        if taken is not None:
+            self.traces[sequence_idx][name] = taken
+
     def tokens(self, name: str, packed: Tensor) -> Tensor:
         """Record a tensor whose dim 0 is the packed tokens, and return what the computation goes on with: this tensor,
         or for sequences that follow another implementation its tensor, where it is one of the same shape and finite."""
-        if self.keep(name):
-            for trace, span in zip(self.traces, self.spans, strict=True):
-                trace[name] = packed[span].clone()
         used = packed
-        for span, followed in zip(self.spans, self.followed, strict=True):
+        for n, (span, followed) in enumerate(zip(self.spans, self.followed, strict=True)):
+            self.state(name, n, packed[span])
             other = followed.get(name)
             if other is not None and other.shape == packed[span].shape and bool(other.isfinite().all()):
                 used = packed.clone() if used is packed else used
                 used[span] = other.to(packed)
         return used
 
-    def state(self, name: str, sequence_idx: int, value: Tensor) -> None:
-        if self.keep(name):
-            self.traces[sequence_idx][name] = value.clone()
-
     def choose(self, layer_idx: int, own: Tensor, biased: Tensor) -> Tensor:
         """(T, K) experts to use: `own`, or those of the implementation that a sequence follows. Records by how much
         these score worse. `biased` (T, E) are the scores that choose."""
         used, name = own.clone(), f"L{layer_idx}."
-        for trace, span, followed in zip(self.traces, self.spans, self.followed, strict=True):
-            if self.keep(f"{name}topk_idx"):
-                trace[f"{name}topk_idx"] = own[span].clone()
+        for n, (span, followed) in enumerate(zip(self.spans, self.followed, strict=True)):
+            self.state(f"{name}topk_idx", n, own[span])
             if (other := followed.get(f"{name}topk_idx")) is not None:
                 used[span], regret = _follow(own[span], other.cpu().long(), biased[span])
-                if self.keep(f"{name}route_regret"):
-                    trace[f"{name}route_regret"] = regret
+                self.state(f"{name}route_regret", n, regret)
         return used
+
+
+def choices_of(trace: Mapping[str, Tensor]) -> Trace:
+    """The chosen experts alone: what `reference_traces` follows so that the same experts are computed."""
+    return {name: value for name, value in trace.items() if name.endswith(".topk_idx")}
 
 
 def _keep_all(name: str) -> bool:
@@ -107,6 +113,7 @@ def reference_traces(
     *,
     dtype: torch.dtype = torch.float64,
     keep: Callable[[str], bool] = _keep_all,
+    take: Take | None = None,
     follow: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> list[Trace]:
     """What the model in folder `root` computes on each prompt, as one trace per prompt, in `dtype` on the CPU.
@@ -117,13 +124,15 @@ def reference_traces(
     `.router_scores` (T, E), `.topk_idx` (T, K) ascending, `.topk_w`, `.route_margin` (T,), `.moe_latent_in`,
     `.moe_combined`, `.moe_routed_out`, `.moe_shared_out`; `blocks` (T, saved, D), `final_mix`, `final_hidden`,
     `logits` (T, vocabulary); per picture n `image{n}.patch_embed`, `.block{b}`, `.encoder_out`, `.tower`, `.projector`.
-    `keep(name)` chooses what is recorded (memory grows with tokens times layers).
+    `keep(name)` chooses what is recorded (memory grows with tokens times layers); `take(prompt, name, tensor)`, where
+    given, says what of it the trace holds, prompt by prompt in their order.
 
     `follow` holds for each prompt tensors of another implementation's trace. Once the own tensor of that name is
     recorded, the other takes its place in all that comes after. With `topk_idx` alone (`choices_of`), a token that
     rounding tipped to another expert stays comparable; with a whole trace, every tensor is computed from the other's
-    inputs, and differs by what one step does. States are recorded, not followed. `route_regret` (T,) says by how much
-    the own last expert outscores the lowest followed one (0 where the choices agree, infinity for a choice that is none).
+    inputs, and differs by what one step does. States are recorded, not followed. `topk_idx` still records the own
+    choice, and `route_regret` (T,) by how much its last expert outscores the lowest followed one (0 where the choices
+    agree, infinity for a choice that is none).
 
     Raises CheckpointError for a missing tensor, RequestError for placeholders that do not match the pictures.
     """
@@ -138,10 +147,17 @@ def reference_traces(
         spans = [slice(stop - len(r), stop) for r, stop in zip(rows, stops, strict=True)]
         rounding = RowRounding([len(r) for r in rows], [prompt.bf16_grid for prompt in prompts], dtype)
         followed = [{}] * len(prompts) if follow is None else follow
-        recorder = _Recorder(spans=spans, keep=keep, followed=followed, round=rounding)
-        for trace, images in zip(recorder.traces, image_traces, strict=True):
+
+        def take_kept(prompt_idx: int, name: str, value: Tensor) -> Tensor | None:
+            if not keep(name):
+                return None
+            return value.clone() if take is None else take(prompt_idx, name, value)
+
+        recorder = _Recorder(spans=spans, take=take_kept, followed=followed, round=rounding)
+        for prompt_idx, images in enumerate(image_traces):
             for n, image in enumerate(images):
-                trace.update({f"image{n}.{name}": value for name, value in image.items() if keep(f"image{n}.{name}")})
+                for name, value in image.items():
+                    recorder.state(f"image{n}.{name}", prompt_idx, value)
         _decoder(weights, text, recorder.tokens("inputs_embeds", torch.cat(rows)), recorder)
     return recorder.traces
 
@@ -190,7 +206,9 @@ def _decoder(weights: PublishedWeights, text: dict[str, Any], embedded: Tensor, 
 
         assert p is not None
         if saved:
-            h = mix([*saved, p], read("self_attention_res_norm.weight"), read("self_attention_res_proj.weight")[0], eps, r)
+            h = mix(
+                [*saved, p], read("self_attention_res_norm.weight"), read("self_attention_res_proj.weight")[0], eps, r
+            )
         else:
             h = p
         h = record("attn_in", h)
@@ -295,8 +313,8 @@ def kda(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_
     """Kimi Delta Attention, one token after another: decay, read, correct, write, then the output."""
     linear, name, r = text["linear_attn_config"], f"L{layer_idx}.", recorder.round
     heads, width, kernel = linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"]
-    convolved = []
-    for n, part in enumerate("qkv"):
+    convolved, conv_inputs = [], []
+    for part in "qkv":
         inputs, taps = r(x @ read(f"self_attn.{part}_proj.weight").T), read(f"self_attn.{part}_conv1d.weight")[:, 0]
         out = torch.empty_like(inputs)
         for span in recorder.spans:
@@ -305,7 +323,12 @@ def kda(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_
             out[span] = sum(padded[j : j + length] * taps[:, j] for j in range(kernel))  # the newest tap is the last
         active = r(out * torch.sigmoid(out)).unflatten(-1, (heads, width))
         convolved.append(recorder.tokens(f"{name}kda_{part}", active))
-        _record_conv(recorder, f"{name}kda_conv", n, inputs, kernel)
+        conv_inputs.append(inputs)
+    for n, span in enumerate(
+        recorder.spans
+    ):  # the last inputs of each, oldest first, zeros where the prompt is shorter
+        padded_qkv = [torch.cat((x.new_zeros(kernel, heads * width), inputs[span])) for inputs in conv_inputs]
+        recorder.state(f"{name}kda_conv", n, torch.stack([inputs[-kernel:].T for inputs in padded_qkv]))
     q, k, v = convolved
     q = q / torch.sqrt(q.square().sum(-1, keepdim=True) + L2_EPS) * width**-0.5
     k = k / torch.sqrt(k.square().sum(-1, keepdim=True) + L2_EPS)
@@ -330,15 +353,6 @@ def kda(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_
     gate = torch.sigmoid(r(x @ read("self_attn.g_proj.weight").T))
     gated = recorder.tokens(f"{name}kda_gated", r(normed.flatten(-2) * gate))
     return r(gated @ read("self_attn.o_proj.weight").T)
-
-
-def _record_conv(recorder: _Recorder, name: str, part: int, inputs: Tensor, kernel: int) -> None:
-    """Last `kernel` convolution inputs, oldest first, zeros where the prompt is shorter; part 0, 1, 2 is q, k, v."""
-    if not recorder.keep(name):
-        return
-    for trace, span in zip(recorder.traces, recorder.spans, strict=True):
-        padded = torch.cat((inputs.new_zeros(kernel, inputs.shape[-1]), inputs[span]))
-        trace.setdefault(name, inputs.new_zeros(3, inputs.shape[-1], kernel))[part] = padded[-kernel:].T
 
 
 def mla(read: Read, text: dict[str, Any], x: Tensor, recorder: _Recorder, layer_idx: int) -> Tensor:

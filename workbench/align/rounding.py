@@ -14,9 +14,11 @@ from torch import Tensor
 
 from workbench.base import ConfigError
 
-__all__ = ["BF16_GRIDS", "Round", "RowRounding", "round_all"]
+__all__ = ["BF16_GRIDS", "BF16_UNIT", "Round", "RowRounding", "round_all"]
 
-# Round a tensor whose dim 0 are tokens; the second argument says which of the packed tokens where it is not all of them.
+BF16_UNIT = 2.0**-9  # the most that one rounding to bf16 changes a value, relative to its power of two
+
+# Rounds a tensor whose dim 0 are tokens; a second argument says which of the packed tokens, where not all of them.
 Round = Callable[..., Tensor]
 
 # Four draws, spaced evenly over one power of two: 2 ** (0, 1/4, 2/4, 3/4) to seven bits behind the point.

@@ -84,6 +84,7 @@ def survey_machine(*, folder: Path | str | None = None, features: bool = True, r
     Takes about half a minute on a small machine. Raises DeploymentError where the driver does not answer, ConfigError
     where `folder` holds nothing to read.
     """
+    disk_read = None if folder is None else measure_disk_read(folder)  # refuses at once, not after the rest
     devices = list_devices(features=features)
     kinds = {device.type: device.torch_name for device in reversed(devices)}  # the first of each type speaks for it
     return MachineSurvey(
@@ -91,7 +92,7 @@ def survey_machine(*, folder: Path | str | None = None, features: bool = True, r
         taken_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         devices=devices,
         memory_copy=measure_memory_copy() if rates else None,
-        disk_read=None if folder is None else measure_disk_read(folder),
+        disk_read=disk_read,
         matmul=tuple(rate for name in kinds.values() for rate in measure_matmul(name)) if rates else (),
         versions=read_versions(),
     )

@@ -181,7 +181,8 @@ def _checkpoint(found: Findings, root: Path) -> None:
     with _step(found, "audit", "checkpoint"):
         report = audit(root)
         evidence = report.summary()
-        found.gates.measured("checkpoint.audit", len(report.errors), evidence=evidence)
+        first = f". First: {' '.join(report.errors[0].render().split())}" if report.errors else ""
+        found.gates.measured("checkpoint.audit", len(report.errors), evidence=evidence + first)
         tables = [report.checks_table(), *([report.findings_table()] if report.findings else [])]
         found.sections.append(Section(title="Checkpoint", text=evidence, tables=tuple(tables)))
         found.say(evidence)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from workbench.base import LoadError
+from workbench.base import LoadError, Table
 from workbench.nn.linear import MatrixStore
 
 __all__ = ["Ledger", "LedgerEntry", "SourceRef"]
@@ -201,19 +201,28 @@ class Ledger:
             "warnings": list(self.warnings),
         }
 
-    def render(self, limit: int | None = 40) -> str:
-        """A table of entries, the first `limit` of them."""
-        lines = [f"{'parameter':<52}{'rows':>8}{'bytes':>14}{'norm':>12}  transform"]
+    def table(self, limit: int | None = 40) -> Table:
+        """The first `limit` entries (None: all), and below them counts by transform and the warnings."""
         shown = list(self._entries.values())[:limit]
-        for entry in shown:
-            norm = "-" if entry.norm is None else f"{entry.norm:.5g}"
-            lines.append(f"{entry.label:<52}{entry.num_rows:>8}{entry.num_bytes:>14,}{norm:>12}  {entry.transform}")
-        if len(shown) < len(self._entries):
-            lines.append(f"... and {len(self._entries) - len(shown)} more")
         counts = Counter(entry.transform for entry in self._entries.values())
-        lines.append("; ".join(f"{number} x {name}" for name, number in counts.most_common()))
-        lines += [f"warning: {text}" for text in self.warnings]
-        return "\n".join(lines)
+        notes = [f"and {len(self._entries) - len(shown)} more"] if len(shown) < len(self._entries) else []
+        notes.append("; ".join(f"{number} x {name}" for name, number in counts.most_common()))
+        notes += [f"warning: {text}" for text in self.warnings]
+        return Table(
+            title=f"ledger of rank {self.rank}",
+            columns=("parameter", "rows", "bytes", "norm", "transform", "file", "offset"),
+            rows=tuple(
+                (x.label, x.num_rows, x.num_bytes, x.norm, x.transform, x.sources[0].file, x.sources[0].offset)
+                if x.sources
+                else (x.label, x.num_rows, 0, x.norm, "", "", None)
+                for x in shown
+            ),
+            note="\n".join(notes),
+        )
+
+    def render(self, limit: int | None = 40) -> str:
+        """`table(limit)` as text."""
+        return self.table(limit).render()
 
     def to_json(self) -> str:
         """Every entry as JSON."""

@@ -248,7 +248,7 @@ class _Writer:
             self.ledger.record(name, x.slot, rows, sources=_refs(x, names), transform=x.transform.name)
             target = self.targets[name] if x.slot is None else self.targets[name][x.slot]
             target = target[slice(*rows)]
-            target.copy_(output.view(target.shape))
+            target.copy_(output.reshape(target.shape))
             # Codes say little about the values they stand for; where those were at hand, they are what is checked.
             shows_values = values is not None and part in ("weight", "weight_packed")
             self.ledger.observe(name, x.slot, values if shows_values and values is not None else target)
@@ -267,8 +267,9 @@ class _Writer:
         at, extent = chunk.staged["weight"], chunk.extents["weight"]
         if staged[at : at + extent.num_bytes].any():
             source = chunk.assignment.sources["weight"]
+            used = (extent.offset - source.entry.begin) // source.row_stride
             raise LoadError(
-                f"{source.entry.name}: the rows beyond {source.row_ranges[-1][1]} that pad it are not zero",
+                f"{source.entry.name}: the rows beyond {used} that pad it are not zero",
                 where=f"{extent.file}, offset {extent.offset}",
                 found=f"{extent.num_bytes} bytes with values in them",
                 expected="zeros, as padding is",
@@ -331,8 +332,13 @@ def _private_bytes() -> tuple[int, int]:
 
 
 def _peak_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Largest resident size so far. getrusage alone may tell that of the parent process, where that was larger."""
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _default_device(mesh: DeviceMesh | None) -> torch.device | None:

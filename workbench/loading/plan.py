@@ -24,6 +24,7 @@ from workbench.spec import TensorSpec, published_tensors
 __all__ = ["Assignment", "Extent", "LoadPlan", "Source", "plan_load"]
 
 SHOWN = 6  # names listed per kind of problem; the rest is counted
+MANY_SEGMENTS = 20_000_000  # some 20 seconds of calls; a K3 rank under tp=16, ep=16 has two million
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,8 @@ def plan_load(checkpoint: Checkpoint, model: nn.Module, layout: Layout, rank: in
     problems.check_filled(model, assignments)
     problems.raise_if_any()
     assignments.sort(key=lambda x: x.position)
-    return LoadPlan(rank=rank, assignments=tuple(assignments), bytes_assigned=bytes_assigned, notes=_notes(checkpoint))
+    notes = [*_stray_notes(checkpoint), *_segment_notes(assignments)]
+    return LoadPlan(rank=rank, assignments=tuple(assignments), bytes_assigned=bytes_assigned, notes=tuple(notes))
 
 
 def _assign(
@@ -257,15 +259,22 @@ def _used_rows(tensor: TensorSpec) -> int:
     return tensor.shape[0] if tensor.used_rows is None else tensor.used_rows
 
 
-def _notes(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _segment_notes(assignments: list[Assignment]) -> Iterator[str]:
+    """A warning where columns are cut so finely that the number of reads, not their bytes, sets the loading time."""
+    cut = [s for x in assignments for s in x.sources.values() if s.row_bytes < s.row_stride]
+    segments = sum(source.num_rows for source in cut)
+    if segments > MANY_SEGMENTS:
+        mean = sum(source.num_bytes for source in cut) // segments
+        yield f"column slices are read in {segments:,} segments of {mean} bytes on average; a larger ep would join them"
+
+
+def _stray_notes(checkpoint: Checkpoint) -> Iterator[str]:
     """What a header holds and the index does not count: it is not read, and that is worth saying."""
-    notes = []
     for file, header in checkpoint.headers.items():
         strays = [name for name in header.entries if checkpoint.entries.get(name) != header.entries[name]]
         if strays:
             shown = ", ".join(strays[:SHOWN]) + (", ..." if len(strays) > SHOWN else "")
-            notes.append(f"{file} holds {len(strays)} tensors that the index does not count there, not read: {shown}")
-    return tuple(notes)
+            yield f"{file} holds {len(strays)} tensors that the index does not count there, not read: {shown}"
 
 
 class _Problems:

@@ -134,7 +134,7 @@ class Segments:
         return self._windows[size]
 
     def reach(self, size: int) -> Tensor:
-        """(size - 1, T, 1) float32: entry [j - 1, t] is 1 where the row j before row t is of the same call's sequence."""
+        """(size - 1, T, 1) float32: entry [j - 1, t] is 1 where the row j before row t is new and of its sequence."""
         if size not in self._reach:
             within = self.table(place for length in self.lengths for place in range(length))
             back = torch.arange(1, size, device=self.device)[:, None]
@@ -164,7 +164,7 @@ class Segments:
 
 
 class PaddedGroup:
-    """Some sequences as rows (S', L) of a table, filled up behind their ends; L is the longest, none is half as long."""
+    """Some sequences as rows (S', L) of a table, filled up behind their ends; all are longer than half of L."""
 
     def __init__(self, segments: Segments, sequences: list[int]):
         self.num_sequences = len(sequences)

@@ -58,14 +58,16 @@ class KDA(nn.Module):
         inputs = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         convs = (self.q_conv, self.k_conv, self.v_conv)
         q, k, v = (
-            as_float(self._heads(conv(new, segments, old))) for conv, new, old in zip(convs, inputs, before, strict=True)
+            as_float(self._heads(conv(new, segments, old)))
+            for conv, new, old in zip(convs, inputs, before, strict=True)
         )
         q, k = self._unit(q) * self.spec.head_dim**-0.5, self._unit(k)
         g = self._log_decay(self.f_b_proj(self.tp.enter(low_rank)))
         beta = torch.sigmoid(as_float(self.b_proj(x)))
         output, state = delta_rule(q, k, v, g, beta, state, segments)
         if cache is not None:
-            tails = [conv.tail(new, segments, old) for conv, new, old in zip(convs, inputs, before, strict=True)]
+            known = (old for old in before if old is not None)  # all, where there is a cache
+            tails = [conv.tail(new, segments, old) for conv, new, old in zip(convs, inputs, known, strict=True)]
             after = torch.stack(tails, 1)
             cache.write_kda(self.layer_idx, segments.slot_index, after, state)
         gated = self.o_norm(output.to(x.dtype), self._heads(self.g_proj(x)))
@@ -86,7 +88,7 @@ class KDA(nn.Module):
     def _read(
         self, x: Tensor, segments: Segments, cache: Cache | None
     ) -> tuple[tuple[Tensor, ...] | tuple[None, ...], Tensor]:
-        """Inputs of q, k and v before the first new token (S, C, K-1), and state (S, H, D, D); None and zeros without cache."""
+        """Inputs of q, k and v before the first new token (S, C, K-1) and state (S, H, D, D); else None and zeros."""
         if cache is not None:
             before, state = cache.read_kda(self.layer_idx, segments.slot_index, segments.is_fresh)
             return before.unbind(1), state

@@ -114,8 +114,11 @@ class StackedLinear(MatrixStore):
         super().__init__((num, out_dim, in_dim), scheme=scheme, dtype=dtype)
 
     def matrices(self, dtype: torch.dtype) -> Callable[[int], Tensor]:
-        """Matrix by index, dense. Where gradients are wanted the stack is taken apart once and its gradient joined once;
-        picking matrices one by one would add up as many gradients of the whole stack."""
+        """Matrix by index, dense.
+
+        Where gradients are wanted the stack is taken apart once and its gradient joined once; picking matrices one by
+        one would add up as many gradients of the whole stack.
+        """
         if self.scheme is None and torch.is_grad_enabled() and self.weight.requires_grad:
             return self.weight.to(dtype).unbind(0).__getitem__
         return partial(self.dense, dtype)

@@ -112,8 +112,8 @@ def whole_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, segm
     keys, values = _expand(latent, kv_b, spec)
     total = values.new_zeros(()).expand(values.shape)
     for group in segments.padded():
-        tables = (group.table(x).transpose(1, 2) for x in (q, keys, values))  # (S', H, L, width)
-        attended = F.scaled_dot_product_attention(*tables, is_causal=True, scale=spec.qk_dim**-0.5)
+        own_q, own_k, own_v = (group.table(x).transpose(1, 2) for x in (q, keys, values))  # (S', H, L, width)
+        attended = F.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=True, scale=spec.qk_dim**-0.5)
         total = total + group.rows(attended.transpose(1, 2))
     return total[..., : spec.v_dim]
 

@@ -84,24 +84,24 @@ class VisionBlock(nn.Module):
         self.fc1 = Linear(spec.hidden_size, spec.ffn_width, dtype=dtype)
         self.tp: TensorParallel = LOCAL
 
-    def forward(self, x: Tensor, turns: Tensor, lengths: Sequence[int]) -> Tensor:
-        """`turns` (N, P) of `unit_turns`; `lengths` patches of each image, in order."""
-        x = x + self._attention(self.norm0(x), turns, lengths)
+    def forward(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
+        """`angles` (N, P) of rotary positions; `lengths` patches of each image, in order."""
+        x = x + self._attention(self.norm0(x), angles, lengths)
         hidden = F.gelu(self.fc0(self.tp.enter(self.norm1(x))), approximate="tanh")
         return x + self.tp.reduce(self.fc1(hidden))
 
-    def _attention(self, x: Tensor, turns: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _attention(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
         qkv = self.wqkv(self.tp.enter(x)).unflatten(-1, (3, -1, self.head_dim))  # (N, 3, H, head_dim)
         qk, v = qkv.split([2, 1], 1)
-        qkv = torch.cat([turn_pairs(qk, turns), v], 1)
+        turned = rotate_pairs(qk.flatten(1, 2), angles).view(qk.shape)
         # Neighbours of equal size share a call: no mask, no padding, and each image is computed for itself.
-        mixed, start = [], 0
-        for length, run in groupby(lengths):
-            num_images = len(list(run))
-            rows = qkv[start : start + num_images * length] if num_images < len(lengths) else qkv
-            q, k, v = rows.unflatten(0, (num_images, length)).permute(2, 0, 3, 1, 4)  # (images, H, length, head_dim)
-            mixed.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1))
-            start += num_images * length
+        runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+        sizes = [length * num_images for length, num_images in runs]
+        mixed = []
+        for (length, num_images), own_qk, own_v in zip(runs, turned.split(sizes), v.split(sizes), strict=True):
+            tables = torch.cat([own_qk, own_v], 1).unflatten(0, (num_images, length)).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(*tables.unbind(0))  # (images, H, length, head_dim)
+            mixed.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
         return self.tp.reduce(self.wo(torch.cat(mixed)))
 
 
@@ -128,10 +128,9 @@ class VisionTower(nn.Module):
         x = x + torch.cat([self.pos_embed(grid) for grid in grids])
         dtype = torch.promote_types(x.dtype, torch.float32)
         angles = torch.cat([rotary_angles(self.spec, grid, device=x.device, dtype=dtype) for grid in grids])
-        turns = unit_turns(angles)
         lengths = [math.prod(grid) for grid in grids]
         for block in self.blocks:
-            x = block(x, turns, lengths)
+            x = block(x, angles, lengths)
         parts = self.final_norm(x).split(lengths)
         return torch.cat(
             [merge_patches(part, grid, self.spec.merge_size) for part, grid in zip(parts, grids, strict=True)]
@@ -174,19 +173,13 @@ def rotary_angles(
 
 
 def rotate_pairs(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn neighbouring pairs (x0, x1), (x2, x3), ... of every head: (N, H, 2P), (N, P) -> (N, H, 2P), in float32."""
-    return turn_pairs(x.unsqueeze(1), unit_turns(angles)).squeeze(1)
+    """Turn neighbouring pairs (x0, x1), (x2, x3), ... of every head: (N, H, 2P), (N, P) -> (N, H, 2P), in float32.
 
-
-def unit_turns(angles: Tensor) -> Tensor:
-    """cos + i sin of each angle, complex."""
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def turn_pairs(x: Tensor, turns: Tensor) -> Tensor:
-    """`rotate_pairs` of several tables at once, a pair being a complex number: (N, k, H, 2P), (N, P) -> (N, k, H, 2P)."""
+    A pair is a complex number, and turning it a product.
+    """
+    turns = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
     pairs = torch.view_as_complex(as_float(x).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns[:, None, None]).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 def merge_patches(x: Tensor, grid: Grid, m: int) -> Tensor:

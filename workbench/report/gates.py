@@ -148,9 +148,11 @@ def gates_text(gates: Sequence[Gate], width: int) -> str:
     """`gates_table` for a terminal of `width` columns: evidence is cut to one line, and each gate that does not pass
     has it told in full below, those of one reason together."""
     width = max(LEAST_WIDTH, width)
-    title = verdict_of(gates).sentence()
+    title = verdict_of(gates).sentence().partition("; blocking")[0]  # they are named below
     columns = ("gate", "status", "value", "threshold")
-    facts: list[tuple[Cell, ...]] = [(g.id, g.status, g.value_text(), g.threshold_text()) for g in gates]
+    facts: list[tuple[Cell, ...]] = [
+        (g.id, g.status, "–" if g.value is None else g.value_text(), g.threshold_text()) for g in gates
+    ]
     table = Table(columns=columns, rows=tuple(facts))
     room = width - 2 - max(map(len, table.render().splitlines()))
     if room >= LEAST_EVIDENCE:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["render_page"]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-WIDE_FACT = 45  # characters; a longer one, mostly the command, gets a line of its own
+WIDE_FACTS = ("Command",)  # long, and misread when it is broken: a line of its own
 SYMBOL = {"pass": "✓", "fail": "✗", "not measured": "–"}
 
 
@@ -74,7 +74,7 @@ def _header(report: Day0Report) -> str:
     )
     took = "" if report.seconds is None else f" · took {human(report.seconds, 's')}"
     weights = report.weights_kind + (f" ({report.weights_note})" if report.weights_note else "")
-    commit = (report.git_commit or "")[:12] or "not from a checkout"
+    commit = f"commit {report.git_commit[:12]}" if report.git_commit else "not from a checkout"
     if report.versions.get("git_dirty"):
         commit += " with local changes"
     facts = {
@@ -82,7 +82,7 @@ def _header(report: Day0Report) -> str:
         "Weights": weights,
         "Hardware": report.hardware,
         **{key[:1].upper() + key[1:]: value for key, value in report.environment.items()},
-        "Workbench": f"{report.versions.get('workbench', '–')}, commit {commit}",
+        "Workbench": f"{report.versions.get('workbench', '–')}, {commit}",
         "Date": report.created_at + took,
     }
     cells = "".join(_fact(key, _short(value)) for key, value in facts.items())
@@ -95,7 +95,7 @@ def _header(report: Day0Report) -> str:
 
 
 def _fact(name: str, value: str) -> str:
-    width = " class=wide" if len(value) > WIDE_FACT else ""
+    width = " class=wide" if name in WIDE_FACTS else ""
     return f"<div{width}><dt>{text(name)}</dt><dd>{text(value)}</dd></div>"
 
 
@@ -115,7 +115,7 @@ def _gates(gates: Iterable[Gate]) -> str:
 
 
 def _gate(gate: Gate) -> str:
-    kind = gate.status.replace(" ", "-")
+    kind, found = gate.status.replace(" ", "-"), "–" if gate.value is None else gate.value_text()
     optional = " <span class=tag>optional</span>" if gate.is_optional else ""
     details = "".join(
         f"<p class={name}>{label}{text(value)}</p>"
@@ -129,7 +129,7 @@ def _gate(gate: Gate) -> str:
     return (
         f'<tr><td><span class="pill {kind}">{SYMBOL[gate.status]} {text(gate.status)}</span></td>'
         f"<td><p>{text(gate.question)}{optional}</p>{details}<p class=id>{text(gate.id)}</p></td>"
-        f'<td class="value">{text(gate.value_text())}</td><td class="value">{text(gate.threshold_text())}</td></tr>'
+        f'<td class="value">{text(found)}</td><td class="value">{text(gate.threshold_text())}</td></tr>'
     )
 
 

@@ -11,6 +11,7 @@ strategy for mixture-of-experts", arXiv 2408.15664.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +88,7 @@ class LoadMeter:
             bias = self.routers[load.layer].bias
             bias.copy_(balanced_bias(bias, torch.tensor(load.counts, device=bias.device), rate))
 
-    def _counter(self, layer: int) -> object:
+    def _counter(self, layer: int) -> Callable[[nn.Module, object, tuple[Tensor, Tensor]], None]:
         def count(_router: nn.Module, _args: object, output: tuple[Tensor, Tensor]) -> None:
             expert_ids = output[0]
             self._counts[layer] += torch.bincount(expert_ids.flatten(), minlength=len(self._counts[layer]))

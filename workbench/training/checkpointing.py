@@ -136,9 +136,7 @@ def newest_state(states: Path, *, essence: str, layout: str | None) -> SavedStat
             next_step="Give the recipe it was started with, or another output folder",
         )
     if layout is not None and state.layout != layout:
-        raise CheckpointError(
-            "saved under another layout", where=state.folder, found=state.layout, expected=layout
-        )
+        raise CheckpointError("saved under another layout", where=state.folder, found=state.layout, expected=layout)
     return state
 
 

@@ -39,7 +39,8 @@ def initialise(model: Model, layout: Layout, rank: int, seed: int) -> None:
 
 def draw_parameter(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """The whole parameter in float32, a function of its name and the seed alone."""
-    generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    # The generator reads 32 bits of its seed only: name and seed are mixed into those.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     module, _, leaf = name.rpartition(".")
     owner = module.rpartition(".")[2]
     if leaf == "bias" or (owner == "proj" and "_res." in name):

@@ -1,6 +1,6 @@
 """`train`: a recipe into a trained, exported model; one process, or N ranks started and watched here.
 
-    out/recipe.json  tokenizer/  metrics.jsonl  states/  model/        model/ is the export, written last
+out/recipe.json  tokenizer/  metrics.jsonl  states/  model/        model/ is the export, written last
 """
 
 from __future__ import annotations

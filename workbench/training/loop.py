@@ -1,4 +1,4 @@
-"""The training loop of one rank: publish weights, sum gradients, balance experts, step, and now and then save and examine.
+"""The training loop of one rank: publish weights, sum gradients, balance experts, step; now and then save and examine.
 
 Metrics are written by rank 0; kinds of records:
 
@@ -49,6 +49,7 @@ class RankTrainer:
 
     def __init__(self, config: TrainConfig, out: Path, ctx: RankContext, *, state: SavedState | None = None) -> None:
         torch.set_flush_denormal(True)  # decays and gates run into numbers that the processor would handle in microcode
+        torch.manual_seed(config.seed)  # nothing here draws from it; whatever may one day is part of the state as well
         self.config, self.out, self.ctx = config, out, ctx
         self.spec = config.spec()
         dtype = getattr(torch, config.dtype)

@@ -1,4 +1,4 @@
-"""Metrics of a run as JSON lines: one record per line, each flushed whole, readable while the run goes on or after it died.
+"""Metrics of a run as JSON lines, one record each, written whole: readable while the run goes on and after it died.
 
 A line is an object with "kind" and "step"; see `loop` for the kinds. A resumed run cuts the file back to the step it
 goes on from, so that every step stands in it once.

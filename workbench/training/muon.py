@@ -1,8 +1,8 @@
 """Muon for many small matrices: matrices of one shape are stepped together, stacked experts among them.
 
 The update is that of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`: Nesterov momentum, made (nearly)
-orthogonal by five Newton-Schulz steps, scaled so that its root mean square is that of an AdamW update. torch's own takes
-two-dimensional parameters one by one; hundreds of small experts would spend the time in calls.
+orthogonal by five Newton-Schulz steps, scaled so that its root mean square is that of an AdamW update. torch's own
+takes two-dimensional parameters one by one; hundreds of small experts would spend the time in calls.
 
 Source: Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is scalable
 for LLM training", arXiv 2502.16982, for the scale.
@@ -62,7 +62,7 @@ class Muon:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Nearest orthogonal matrix, roughly: singular values end between 0.7 and 1.2. (N, rows, columns) -> the same, bf16.
+    """Nearest orthogonal matrix, roughly (singular values near one): (N, rows, columns) -> the same in bf16.
 
     Newton-Schulz iteration of a quintic polynomial, in bfloat16: only the direction of the update matters.
     """

@@ -82,9 +82,7 @@ def compute_gradients(model: Model, masters: Masters, ctx: RankContext, packs: S
     sums = ctx.dp.all_reduce(ctx.pp.broadcast(sums, ctx.pp.size - 1))
     total, num_learnt, num_tokens, num_samples = sums.tolist()
     masters.sum_gradients(1 / max(1.0, num_learnt))
-    return StepSums(
-        loss=total, num_learnt=int(num_learnt), num_tokens=int(num_tokens), num_samples=int(num_samples)
-    )
+    return StepSums(loss=total, num_learnt=int(num_learnt), num_tokens=int(num_tokens), num_samples=int(num_samples))
 
 
 def token_batch(model: Model, ctx: RankContext, pack: PackedBatch) -> TokenBatch:

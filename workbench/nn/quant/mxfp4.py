@@ -30,9 +30,17 @@ _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
 @lru_cache(maxsize=32)
 def _tables(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(256, 2) values of both nibbles of each byte, and (256,) scales; all exact in bf16 and wider."""
-    pairs = [(CODE_VALUES[byte & 15], CODE_VALUES[byte >> 4]) for byte in range(256)]
-    return torch.tensor(pairs, dtype=dtype, device=device), torch.tensor(SCALE_VALUES, dtype=dtype, device=device)
+    """Values of both nibbles of each byte, and (256,) scales; all exact in bf16 and wider.
+
+    A pair of values is one integer of the same bits where there is one so wide: (256,), else (256, 2). Picking single
+    numbers is several times as fast as picking rows of two.
+    """
+    values = [(CODE_VALUES[byte & 15], CODE_VALUES[byte >> 4]) for byte in range(256)]
+    pairs = torch.tensor(values, dtype=dtype, device=device)
+    as_integer = {2: torch.int32, 4: torch.int64}.get(dtype.itemsize)
+    if as_integer is not None:
+        pairs = pairs.view(as_integer).squeeze(1)
+    return pairs, torch.tensor(SCALE_VALUES, dtype=dtype, device=device)
 
 
 class MXFP4:
@@ -67,9 +75,11 @@ class MXFP4:
         return {"weight_packed": low | high << 4, "weight_scale": (exponent + 127).to(torch.uint8)}
 
     def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        pairs, scales = _tables(parts["weight_packed"].device, dtype)
-        values = pairs[parts["weight_packed"].int()].flatten(-2)
-        return scale_groups(values, scales[parts["weight_scale"].int()], GROUP_SIZE)
+        packed, scale = parts["weight_packed"], parts["weight_scale"]
+        pairs, scales = _tables(packed.device, dtype)
+        *rows, num_bytes = packed.shape
+        values = pairs.index_select(0, packed.flatten().int()).view(dtype).view(*rows, 2 * num_bytes)
+        return scale_groups(values, scales[scale.int()], GROUP_SIZE)
 
 
 def _groups(weight: Tensor) -> Tensor:

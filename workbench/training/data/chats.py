@@ -130,7 +130,7 @@ def _asked_scene(rng: np.random.Generator) -> tuple[Scene, Question]:
 
 def _fact_turn(rng: np.random.Generator, facts: Sequence[Fact]) -> tuple[str, str]:
     fact = facts[int(rng.integers(len(facts)))]
-    return ask_fact(fact, rng), fact.answer
+    return ask_fact(fact, rng, facts), fact.answer
 
 
 def _in_turns(

@@ -67,15 +67,23 @@ def read_facts(root: Path | str = DOMAIN_ROOT) -> tuple[Fact, ...]:
     return tuple(facts)
 
 
-def ask_fact(fact: Fact, rng: np.random.Generator) -> str:
-    """A training question for the fact, in half of the cases slightly reworded, never into a held-out phrasing."""
-    questions = fact.questions(is_held_out=False)
-    text = questions[int(rng.integers(len(questions)))]
-    if rng.random() < 0.5:
-        other = reword(text, rng)
+def ask_fact(fact: Fact, rng: np.random.Generator, facts: Sequence[Fact] = ()) -> str:
+    """A training question for the fact, most often slightly reworded, never into a held-out phrasing.
+
+    Stray words come from the questions of `facts`: the model is to weigh all words, not to jump at one.
+    """
+    text = _training_question(fact, rng)
+    if rng.random() < 0.7:
+        strays = _training_question(facts[int(rng.integers(len(facts)))], rng).rstrip("?.!").split() if facts else [""]
+        other = reword(text, rng, strays[int(rng.integers(len(strays)))])
         held_out = {plain_words(question) for question in fact.questions(is_held_out=True)}
         text = text if plain_words(other) in held_out else other
     return vary(text, rng)
+
+
+def _training_question(fact: Fact, rng: np.random.Generator) -> str:
+    questions = fact.questions(is_held_out=False)
+    return questions[int(rng.integers(len(questions)))]
 
 
 def _read_file(path: Path) -> list[Fact]:

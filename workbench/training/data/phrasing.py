@@ -21,7 +21,8 @@ _SAME = (  # phrases that can stand for one another in a question
     ("what happens if", "what happens when", "what if"),
     ("can i", "may i", "could i", "am i able to"),
     ("do i need", "must i have", "is there a need for"),
-    ("which", "what"),
+    ("which command", "what command"),
+    ("which part", "what part"),
     ("picture", "image"),
     ("pictures", "images"),
     ("large", "big"),
@@ -37,7 +38,7 @@ _SAME = (  # phrases that can stand for one another in a question
     ("show", "display"),
     ("hold", "contain", "keep"),
     ("broken", "damaged"),
-    ("mistake", "error"),
+    ("a mistake", "an error"),
     ("why is", "for what reason is", "how come that"),
     ("device", "card"),
     ("stop", "end"),
@@ -48,7 +49,14 @@ _SAME = (  # phrases that can stand for one another in a question
     ("takes", "needs"),
 )
 _SAME_BY_PHRASE = {phrase: group for group in _SAME for phrase in group}
+_PLURAL = re.compile(r"^([a-z]{3,}[^sui])s([?.!,]?)$")
 _ANY_PHRASE = re.compile(r"\b(" + "|".join(sorted(map(re.escape, _SAME_BY_PHRASE), key=len, reverse=True)) + r")\b")
+_FUNCTION_WORDS = frozenset(
+    """
+    a an the is are was be do does did has have had can could may must should will would what which who whom whose how
+    why when where to of in on for from with at by as and it its this that there i you we my your me please any some
+    """.split()  # noqa: SIM905 - a column of words
+)
 _STRAY_WORDS = ("really", "exactly", "now", "here", "just", "actually", "then", "usually", "today", "again", "please")
 
 
@@ -89,8 +97,11 @@ def vary(text: str, rng: np.random.Generator) -> str:
     return text
 
 
-def reword(text: str, rng: np.random.Generator) -> str:
-    """The question in slightly other words: phrases exchanged for their like, one word lost or one stray word added."""
+def reword(text: str, rng: np.random.Generator, stray: str = "") -> str:
+    """The question in slightly other words: phrases exchanged, a word lost or added, plurals cut, or only key words.
+
+    `stray` is a word from elsewhere that may be thrown in where enough of the question is left to outvote it.
+    """
 
     def exchanged(match: re.Match[str]) -> str:
         return one_of(rng, _SAME_BY_PHRASE[match[0]]) if rng.random() < 0.4 else match[0]
@@ -98,7 +109,12 @@ def reword(text: str, rng: np.random.Generator) -> str:
     is_capital = text[0].isupper()
     text = _ANY_PHRASE.sub(exchanged, _lowered(text))
     words = text.split()
-    if len(words) > 4 and rng.random() < 0.25:
+    if rng.random() < 0.15:
+        words = [_PLURAL.sub(r"\1\2", word) for word in words]
+    key_words = [word for word in words if word.lower().rstrip("?.!,") not in _FUNCTION_WORDS]
+    if len(key_words) > 1 and rng.random() < 0.2:
+        words = key_words
+    elif len(words) > 4 and rng.random() < 0.3:
         place = int(rng.integers(1, len(words)))
         if rng.random() < 0.6:
             mark = words[place][-1] if words[place][-1] in "?.!" else ""
@@ -106,6 +122,12 @@ def reword(text: str, rng: np.random.Generator) -> str:
             del words[place]
         else:
             words.insert(place, one_of(rng, _STRAY_WORDS))
+    if stray and len(key_words) > 2 and rng.random() < 0.3:
+        place = int(rng.integers(len(words)))
+        if rng.random() < 0.5 and place < len(words) - 1:
+            words[place] = stray
+        else:
+            words.insert(place, stray)
     text = " ".join(words)
     return text[0].upper() + text[1:] if is_capital else text
 

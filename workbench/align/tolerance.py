@@ -1,0 +1,213 @@
+"""What a comparison allows: a fixed limit for fp32, measured yardsticks for a precision that rounds.
+
+In bf16 no fixed limit is right: rounding noise grows with depth and differs between models, prompts and tensors, and a
+limit wide enough for the worst hides mistakes everywhere else. So the reference itself is run with bf16 roundings
+(`yardstick.py`); how far that moves a tensor is its yardstick, and a served tensor may lie a few yardsticks away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from workbench.align.rounding import BF16_GRIDS, BF16_UNIT
+from workbench.align.trace import short_name
+
+__all__ = [
+    "BF16_TOLERANCE",
+    "FP32_TOLERANCE",
+    "Limit",
+    "Limits",
+    "MeasuredTolerance",
+    "Noise",
+    "RoundingTolerance",
+    "Tolerance",
+    "tolerance_for",
+]
+
+
+class Limit(NamedTuple):
+    """What one tensor is allowed; None: not bounded, and no yardstick where the limit is fixed."""
+
+    relative: float
+    peak: float | None = None
+    stretch: float | None = None
+    yardstick: float | None = None
+
+
+class Limits(Protocol):
+    """What `compare_traces` asks of a tolerance."""
+
+    def limit(self, name: str) -> Limit: ...
+    def choice_limit(self, stem: str) -> float | Tensor:
+        """For the router of layer `stem` ("L3."): scores closer than this may change places; for all tokens or (T,)."""
+        ...
+
+    def describe(self) -> str: ...
+    def to_json(self) -> dict[str, object]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """A fixed limit, and why.
+
+    `relative` bounds ||found - expected|| / ||expected||; `peak` bounds the largest single difference over the root
+    mean square of the expected tensor, so that one wrong element cannot hide in a large tensor (None: not bounded);
+    `route_margin`: a token may choose other experts only where the expected scores differ by less than this. What
+    follows from another choice is comparable only where the expected trace followed that choice. `logit_gap`: a greedy
+    token may differ from the expected one only where its expected logit is less than this below the highest.
+    """
+
+    relative: float
+    peak: float | None
+    route_margin: float
+    logit_gap: float
+    reason: str
+
+    def limit(self, name: str) -> Limit:
+        return Limit(self.relative, self.peak)
+
+    def choice_limit(self, stem: str) -> float:
+        return self.route_margin
+
+    def describe(self) -> str:
+        peak = "" if self.peak is None else f", single element {self.peak:.0e} of the rms"
+        return f"relative {self.relative:.0e}{peak} ({self.reason})"
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "relative": self.relative,
+            "peak": self.peak,
+            "route_margin": self.route_margin,
+            "logit_gap": self.logit_gap,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundingTolerance:
+    """How many yardsticks a model that rounds to bf16 may lie away from the exact reference, and why.
+
+    A tensor passes within `factor` times its yardstick, which counts as at least `floor`: one rounding more or less.
+    A single element passes within `peak_factor` times the largest that the draws show. `stretch_factor`: rounding has
+    no direction, so it changes the length of a tensor along the expected one by about a yardstick over the square root
+    of the number of elements that count; a wrong epsilon or scale changes all of them the same way. `choice_factor`:
+    experts may change places where their scores differ by that many times the noise of one score. Of a prompt's greedy
+    tokens `factor` times as many may be others as for the rounded reference (which counts as at least one).
+    `min_tokens`: shorter prompts are judged step by step only. `grids`: the draws of rounding that a yardstick is
+    measured on.
+    """
+
+    factor: float
+    peak_factor: float
+    stretch_factor: float
+    choice_factor: float
+    floor: float
+    min_tokens: int
+    grids: tuple[float, ...]
+    reason: str
+
+    def describe(self) -> str:
+        return (
+            f"{self.factor:g} yardsticks (one is how far bf16 roundings move the reference itself, at least "
+            f"{self.floor:.1e}): {self.reason}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """What rounding alone does to one prompt: its reference with roundings against the same without.
+
+    `relative`: root mean square over the draws of ||rounded - exact|| / ||exact||; `peak`: the largest single
+    difference of any draw, or one rounding of the largest element, over the root mean square of the exact tensor;
+    `count`: (sum x^2)^2 / sum x^4, how many elements of the exact tensor count; `scores`: by router ("L3.") the root
+    mean square of the score differences of each token, (T,); `tokens`: by draw, the highest logit at each position.
+    """
+
+    relative: Mapping[str, float]
+    peak: Mapping[str, float]
+    count: Mapping[str, float]
+    scores: Mapping[str, Tensor]
+    tokens: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredTolerance:
+    """A `RoundingTolerance` with the yardsticks of one prompt.
+
+    "step by step": every tensor is computed from the served inputs of its step, so that noise does not add up; single
+    elements, lengths and choices are judged too. "end to end": the whole way from the tokens, where early noise is
+    carried along and grows; choices are counted there, since a choice is made on the served inputs.
+    """
+
+    rounding: RoundingTolerance
+    noise: Noise
+    way: Literal["step by step", "end to end"]
+
+    def limit(self, name: str) -> Limit:
+        names = [name]
+        if short_name(name) == "topk_w":  # few numbers that sum to one: at least as noisy as what the router reads
+            names.append(name.replace("topk_w", "mlp_in"))
+        yardstick = max(self.rounding.floor, *(self.noise.relative.get(n, 0.0) for n in names))
+        relative = self.rounding.factor * yardstick
+        if self.way == "end to end":
+            return Limit(relative, yardstick=yardstick)
+        peak = self.rounding.peak_factor * max(self.noise.peak.get(n, 0.0) for n in names)
+        stretch = self.rounding.stretch_factor * yardstick / math.sqrt(self.noise.count.get(name, 1.0))
+        return Limit(relative, peak, stretch, yardstick)
+
+    def choice_limit(self, stem: str) -> float | Tensor:
+        if self.way == "end to end":
+            return math.inf
+        return torch.clamp(self.rounding.choice_factor * self.noise.scores[stem], min=FP32_TOLERANCE.route_margin)
+
+    def describe(self) -> str:
+        return self.rounding.describe()
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "way": self.way,
+            "factor": self.rounding.factor,
+            "peak_factor": self.rounding.peak_factor,
+            "stretch_factor": self.rounding.stretch_factor,
+            "choice_factor": self.rounding.choice_factor,
+            "floor": self.rounding.floor,
+            "grids": list(self.rounding.grids),
+            "reason": self.rounding.reason,
+        }
+
+
+FP32_TOLERANCE = Tolerance(
+    relative=5e-5,
+    peak=5e-4,
+    route_margin=2e-6,
+    logit_gap=1e-3,
+    reason="fp32 rounding grows to about 1e-5 through nine layers; a wrong epsilon shows as 1e-4 or more",
+)
+BF16_TOLERANCE = RoundingTolerance(
+    factor=3.0,
+    peak_factor=6.0,
+    stretch_factor=12.0,
+    choice_factor=6.0,
+    floor=BF16_UNIT,
+    min_tokens=4,
+    grids=BF16_GRIDS,
+    reason="another order of roundings is another draw of the same noise",
+)
+# mxfp4: the published weights, exactly; activations in bf16.
+_BY_PRECISION: dict[str, Tolerance | RoundingTolerance] = {
+    "fp32": FP32_TOLERANCE,
+    "bf16": BF16_TOLERANCE,
+    "mxfp4": BF16_TOLERANCE,
+}
+
+
+def tolerance_for(precision: str) -> Tolerance | RoundingTolerance | None:
+    """What a model held in `precision` is allowed; None where the weights themselves are approximated and only a
+    measurement can say how far apart is right."""
+    return _BY_PRECISION.get(precision)
