@@ -1,10 +1,11 @@
 """How fast weights load: ours beside the safetensors library and beside nothing but reading the same bytes.
 
-    python tests/benchmarks/bench_loading.py [--mb 1000] [--rounds 5] [--folder DIR]
+    python tests/benchmarks/bench_loading.py [--mb 400] [--rounds 5] [--folder DIR]
 
 A random checkpoint of the given size is made once (or `--folder` is used). Every way runs in a process of its own, ways
 interleaved over the rounds, so that a slow minute of the machine hits all of them; files are in the page cache, so this
-measures the loader and the memory, not the disk. Ratios are of medians.
+measures the loader and the memory, not the disk. One thread each, as a rank has on a shared machine, unless
+OMP_NUM_THREADS says otherwise. Ratios are of medians.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def make_checkpoint(folder: Path, megabytes: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=1000)
+    parser.add_argument("--mb", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--way", help=argparse.SUPPRESS)
@@ -111,11 +112,12 @@ def main() -> None:
         root = options.folder or make_checkpoint(Path(scratch) / "large", options.mb)
         warm = write_checkpoint(Path(scratch) / "warm")
         raw_pread(root)
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
         results: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
         for _ in range(options.rounds):
             for way in WAYS:
                 command = [sys.executable, __file__, "--way", way, "--folder", str(root), "--warm", str(warm)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+                done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
                 seconds, num_bytes = json.loads(done.stdout.splitlines()[-1])
                 results[way].append((seconds, num_bytes))
     medians = {way: statistics.median(seconds for seconds, _ in runs) for way, runs in results.items()}
@@ -130,7 +132,7 @@ def main() -> None:
         "benchmark": "loading",
         "seconds": medians,
         "GB_per_s": rates,
-        "threads": torch.get_num_threads(),
+        "threads": environment["OMP_NUM_THREADS"],
         "torch": torch.__version__,
     }
     print(json.dumps(record))

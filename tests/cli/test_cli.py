@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 import os
 import resource
@@ -19,6 +19,7 @@ from k3_published import CONFIG, INDEX
 
 from workbench.cluster import survey_machine
 from workbench.deployment import Deployment
+from workbench.spec import read_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "data" / "k3-tiny"
@@ -147,15 +148,12 @@ def test_no_tokenizer_is_found_out_before_the_weights_are_loaded(call: Call, tmp
 
 
 @pytest.mark.usefixtures("no_ranks")
-def test_a_picture_for_a_blind_model_is_refused(call: Call, tmp_path: Path) -> None:
-    root = tmp_path / "blind"
-    shutil.copytree(TINY, root)
-    config = json.loads((root / "config.json").read_text())
-    del config["vision_config"]
-    (root / "config.json").write_text(json.dumps(config))
-    outcome = call("generate", root, "hi", "--image", HOUSE)
+def test_a_picture_for_a_blind_model_is_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    blind = dataclasses.replace(read_spec(TINY), vision=None, projector=None)
+    monkeypatch.setattr("workbench.spec.read_spec", lambda path: blind)
+    outcome = call("generate", TINY, "hi", "--image", HOUSE)
     assert outcome.code == 2
-    assert "RequestError" in outcome.err or "ConfigError" in outcome.err
+    assert outcome.err == f"RequestError: {TINY}: this model takes no pictures\n"
 
 
 # what a terminal and a script can rely on

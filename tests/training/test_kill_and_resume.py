@@ -161,7 +161,7 @@ def test_a_state_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 5)
     path = tmp_path / "step-00000005" / "rank-0.pt"
     torch.save({"values": Path("/")}, path)  # any object beyond tensors and plain values
-    with pytest.raises(Exception, match="weights_only|Weights only"):
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
         load_rank_state(find_states(tmp_path)[0], 0)
 
 

@@ -100,7 +100,9 @@ def test_copies_of_a_parameter_stay_bitwise_equal_on_all_ranks() -> None:
         assert all(torch.equal(rank["masters"][name], ranks[0]["masters"][name]) for rank in ranks), name
 
 
-@pytest.mark.parametrize(("layout", "fault"), list(zip((Layout(tp=2), Layout(dp=2), Layout(dp=2)), step_tasks.FAULTS)))
+@pytest.mark.parametrize(
+    ("layout", "fault"), list(zip((Layout(tp=2), Layout(dp=2), Layout(dp=2)), step_tasks.FAULTS, strict=True))
+)
 def test_a_planted_fault_is_noticed(layout: Layout, fault: str) -> None:
     ranks = run(layout, fault=fault)
     with pytest.raises(AssertionError):

@@ -8,6 +8,7 @@ from tiny_runs import make_packs, tiny_config
 
 from workbench.parallel import build_stage, single_context
 from workbench.placement import Layout
+from workbench.serving.inputs import normalise
 from workbench.training.initial import FASTEST, SLOWEST, initialise
 from workbench.training.sharding import join_parameters, own_ranges, take, whole_shapes
 from workbench.training.step import token_batch
@@ -66,3 +67,24 @@ def test_the_first_logits_are_nearly_even_and_finite() -> None:
         logits = model(token_batch(model, ctx, pack))
     assert torch.isfinite(logits).all()
     assert 0.05 < logits.std() < 1.0
+
+
+def test_pictures_sorted_by_size_keep_their_places_in_the_text() -> None:
+    """Each row of the text gets the feature that the picture encoded alone gives it."""
+    ctx = single_context()
+    model = build_stage(SPEC, Layout(), 0, precision="fp32")
+    model.to_empty(device="cpu")
+    initialise(model, Layout(), 0, 7)
+    pack = make_packs(1, token_budget=1500)[0]
+    assert len(set(pack.grids)) > 1
+    assert list(pack.grids) != sorted(pack.grids)
+    with torch.no_grad():
+        batch = token_batch(model, ctx, pack)
+        assert batch.image_rows is not None
+        assert batch.image_features is not None
+        assert SPEC.image is not None
+        pixels = torch.from_numpy(normalise(pack.patches, SPEC.image))
+        sizes = [rows * columns for _, rows, columns in pack.grids]
+        alone = [model.encode_images(x, [g]) for x, g in zip(pixels.split(sizes), pack.grids, strict=True)]
+    by_row = torch.zeros(pack.num_tokens, SPEC.hidden_size).index_copy(0, batch.image_rows, batch.image_features)
+    torch.testing.assert_close(by_row[torch.from_numpy(pack.image_rows)], torch.cat(alone))

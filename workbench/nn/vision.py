@@ -99,8 +99,9 @@ class VisionBlock(nn.Module):
         sizes = [length * num_images for length, num_images in runs]
         mixed = []
         for (length, num_images), own_qk, own_v in zip(runs, turned.split(sizes), v.split(sizes), strict=True):
-            tables = torch.cat([own_qk, own_v], 1).unflatten(0, (num_images, length)).permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(*tables.unbind(0))  # (images, H, length, head_dim)
+            packed = (*own_qk.unbind(1), own_v.squeeze(1))
+            query, key, value = (x.unflatten(0, (num_images, length)).transpose(1, 2) for x in packed)
+            attended = F.scaled_dot_product_attention(query, key, value)  # (images, H, length, head_dim)
             mixed.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
         return self.tp.reduce(self.wo(torch.cat(mixed)))
 

@@ -145,6 +145,6 @@ def _write_origin(config: TrainConfig, state: SavedState, out: Path, root: Path)
         f"{human(num_bytes, 'B')} on disk.\n"
         "`recipe.toml` is the recipe with its seed, `curve.jsonl` the loss, expert balance and held-out answers on the "
         "way.\n\n"
-        "It answers questions about small drawn scenes (shapes, colours, counts, places, digits, words, bar charts) and\n"
-        "about the vocabulary of this project, in English. It knows nothing else.\n"
+        "It answers questions about small drawn scenes (shapes, colours, counts, places, digits, words, bar charts)\n"
+        "and about the vocabulary of this project, in English. It knows nothing else.\n"
     )

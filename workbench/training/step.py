@@ -9,10 +9,13 @@ and, backwards, their gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -91,9 +94,11 @@ def token_batch(model: Model, ctx: RankContext, pack: PackedBatch) -> TokenBatch
     features: Tensor | None = None
     if pack.grids and ctx.is_first_stage:
         assert model.spec.image is not None
-        pixels = torch.from_numpy(normalise(pack.patches, model.spec.image)).to(ctx.device)
-        features = encode_images(model, ctx, pixels, pack.grids)
-        image_rows = torch.from_numpy(pack.image_rows).to(ctx.device)
+        assert model.spec.vision is not None
+        patches, grids, rows = _by_size(pack, model.spec.vision.merge_size**2)
+        pixels = torch.from_numpy(normalise(patches, model.spec.image)).to(ctx.device)
+        features = encode_images(model, ctx, pixels, grids)
+        image_rows = torch.from_numpy(rows).to(ctx.device)
     return TokenBatch(
         token_ids=torch.from_numpy(pack.token_ids).to(ctx.device),
         lengths=pack.lengths,
@@ -103,3 +108,15 @@ def token_batch(model: Model, ctx: RankContext, pack: PackedBatch) -> TokenBatch
         image_rows=image_rows,
         image_features=features,
     )
+
+
+def _by_size(
+    pack: PackedBatch, patches_per_token: int
+) -> tuple[NDArray[np.uint8], list[tuple[int, int, int]], NDArray[np.int64]]:
+    """Patches, grids and image rows with pictures of one size side by side: the tower attends to those in one call."""
+    order = sorted(range(len(pack.grids)), key=lambda i: pack.grids[i])
+    sizes = np.array([math.prod(grid) for grid in pack.grids])
+    patches = np.split(pack.patches, np.cumsum(sizes)[:-1])
+    rows = np.split(pack.image_rows, np.cumsum(sizes // patches_per_token)[:-1])
+    grids = [pack.grids[i] for i in order]
+    return np.concatenate([patches[i] for i in order]), grids, np.concatenate([rows[i] for i in order])
