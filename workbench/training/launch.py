@@ -29,12 +29,12 @@ from workbench.training.data.domain import read_facts
 from workbench.training.data.tokenizer import corpus_lines, train_tokenizer, write_tokenizer
 from workbench.training.export import export_run
 from workbench.training.loop import METRICS, STATES, TOKENIZER, RankTrainer
-from workbench.training.metrics import read_metrics
+from workbench.training.metrics import MetricsTail, OnRecord, read_metrics
 
 __all__ = ["TrainReport", "main", "train"]
 
 RECIPE, EXPORT = "recipe.toml", "model"
-ORPHAN_POLL_S = 0.5
+POLL_S, ORPHAN_POLL_S = 0.2, 0.5
 LOCK_WAIT_S = 15.0  # ranks of a killed run end by themselves within a poll or two
 LOG_TAIL = 12
 
@@ -63,12 +63,14 @@ class TrainReport:
         )
 
 
-def train(recipe: Path | str, out: Path | str, *, resume: bool = False) -> TrainReport:
+def train(
+    recipe: Path | str, out: Path | str, *, resume: bool = False, on_record: OnRecord | None = None
+) -> TrainReport:
     """Train a recipe into the folder `out` and export the result to `out/model`.
 
     With `resume` a run that was stopped or killed goes on from its last saved state, to the same weights as if it had
     never stopped (on the same layout and thread count), and an `out` without states begins anew; without it `out` must
-    hold no run. Raises ConfigError or LayoutError for a recipe that makes no run, CheckpointError for a folder that
+    hold no run. `on_record` is shown every metrics record as it is written. Raises ConfigError or LayoutError for a recipe that makes no run, CheckpointError for a folder that
     belongs to another, WorkerDiedError where a rank ended early.
     """
     out = Path(out)
@@ -84,32 +86,32 @@ def train(recipe: Path | str, out: Path | str, *, resume: bool = False) -> Train
         (out / RECIPE).write_bytes(path.read_bytes())
         _write_tokenizer(config, out)
         if config.run.layout.world_size == 1:
-            _train_here(config, out)
+            _train_here(config, out, on_record)
         else:
-            _train_on_ranks(config, out, lock)
+            _train_on_ranks(config, out, lock, on_record)
         model = export_run(config, out, out / EXPORT)
     return _report(out, model)
 
 
-def _train_here(config: TrainConfig, out: Path) -> None:
+def _train_here(config: TrainConfig, out: Path, on_record: OnRecord | None) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(config.run.threads)
     try:
-        _train_rank(config, out)
+        _train_rank(config, out, on_record)
     finally:
         torch.set_num_threads(before)
 
 
-def _train_rank(config: TrainConfig, out: Path) -> None:
+def _train_rank(config: TrainConfig, out: Path, on_record: OnRecord | None = None) -> None:
     ctx = make_context(config.run.layout)
     state = newest_state(out / STATES, essence=config.essence, layout=str(config.run.layout))
     try:
-        RankTrainer(config, out, ctx, state=state).run()
+        RankTrainer(config, out, ctx, state=state, on_record=on_record).run()
     finally:
         ctx.close()
 
 
-def _train_on_ranks(config: TrainConfig, out: Path, lock: int) -> None:
+def _train_on_ranks(config: TrainConfig, out: Path, lock: int, on_record: OnRecord | None) -> None:
     """Start all ranks, wait for all; the first that fails ends the others."""
     world_size = config.run.layout.world_size
     with ExitStack() as stack:
@@ -127,7 +129,7 @@ def _train_on_ranks(config: TrainConfig, out: Path, lock: int) -> None:
             # The lock's descriptor goes along: while any rank of a killed run lives, nobody else may write here.
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=(lock,)))
         try:
-            _wait(processes, out)
+            _wait(processes, out, on_record)
         finally:
             for process in processes:
                 process.kill()
@@ -135,22 +137,26 @@ def _train_on_ranks(config: TrainConfig, out: Path, lock: int) -> None:
                 process.wait()
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], out: Path) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], out: Path, on_record: OnRecord | None) -> None:
+    tail = MetricsTail(out / METRICS)
     while True:
         codes = [process.poll() for process in processes]
+        if on_record is not None:
+            for record in tail.new():
+                on_record(record)
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             rank = failed[0]
             lines = (out / f"rank-{rank}.log").read_text(errors="replace").splitlines()
-            tail = "\n".join(lines[-LOG_TAIL:])
+            last_lines = "\n".join(lines[-LOG_TAIL:])
             raise WorkerDiedError(
-                f"rank {rank} of the training run ended early (exit code {codes[rank]}); its last lines:\n{tail}",
+                f"rank {rank} of the training run ended early (exit code {codes[rank]}); its last lines:\n{last_lines}",
                 where=out,
                 next_step="Resume the run: it goes on from its last saved state",
             )
         if all(code == 0 for code in codes):
             return
-        time.sleep(0.1)
+        time.sleep(POLL_S)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from workbench.training.data.samples import PackedBatch, SampleStream
 from workbench.training.data.score import is_right
 from workbench.training.initial import initialise
 from workbench.training.masters import Masters
-from workbench.training.metrics import MetricsWriter
+from workbench.training.metrics import MetricsWriter, OnRecord
 from workbench.training.optimiser import Optimiser, learning_rate_share
 from workbench.training.quantise import AsPublished
 from workbench.training.sharding import whole_shapes
@@ -47,10 +47,18 @@ EXAM_KINDS = tuple(kind for kind in KINDS if kind != "caption")  # captions are 
 class RankTrainer:
     """One rank's model, masters, optimiser and place in the data. `step` is the number of steps done."""
 
-    def __init__(self, config: TrainConfig, out: Path, ctx: RankContext, *, state: SavedState | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        out: Path,
+        ctx: RankContext,
+        *,
+        state: SavedState | None = None,
+        on_record: OnRecord | None = None,
+    ) -> None:
         torch.set_flush_denormal(True)  # decays and gates run into numbers that the processor would handle in microcode
         torch.manual_seed(config.seed)  # nothing here draws from it; whatever may one day is part of the state as well
-        self.config, self.out, self.ctx = config, out, ctx
+        self.config, self.out, self.ctx, self.on_record = config, out, ctx, on_record
         self.spec = config.spec()
         dtype = getattr(torch, config.dtype)
         precision = "fp32" if dtype == torch.float32 else "bf16"
@@ -75,7 +83,9 @@ class RankTrainer:
 
     def run(self) -> None:
         """Train to the end. Raises WorkbenchError where the loss is no longer a number."""
-        metrics = MetricsWriter(self.out / METRICS, first_step=self.step) if self.ctx.rank == 0 else None
+        metrics = None
+        if self.ctx.rank == 0:
+            metrics = MetricsWriter(self.out / METRICS, first_step=self.step, on_record=self.on_record)
         if metrics is not None:
             num_params = sum(math.prod(shape) for shape in whole_shapes(self.spec).values())
             layout, threads = str(self.ctx.layout), torch.get_num_threads()
