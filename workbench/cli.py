@@ -196,12 +196,13 @@ def _load(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from workbench.serving import ImageProcessor, open_service, read_tokenizer
+    from workbench.serving import ImageProcessor, SamplingParams, open_service, read_tokenizer
     from workbench.spec import read_spec
 
     # What would refuse the question is asked before the weights are loaded, which may take an hour.
     spec = read_spec(args.path)
     read_tokenizer(args.path, spec)
+    SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     for path in args.image:
         if spec.image is None or spec.vision is None:
             raise RequestError("this model takes no pictures", where=args.path)

@@ -14,9 +14,11 @@ from workbench.parallel import Pipeline
 from workbench.placement import Layout
 
 
-def capture_on_rank(root: str, layout: Layout, sequences: list[list[int]], forget_reduce: bool = False) -> list[Trace]:
+def capture_on_rank(
+    root: str, layout: Layout, sequences: list[list[int]], forget_reduce: bool = False, precision: str = "fp32"
+) -> list[Trace]:
     """Local traces of `sequences`; with `forget_reduce` one layer's feed-forward block leaves out its reduction."""
-    loaded = load_sharded_weights(Path(root), precision="fp32", layout=layout, device="cpu")
+    loaded = load_sharded_weights(Path(root), precision=precision, layout=layout, device="cpu")
     model, ctx = loaded.model, loaded.ctx
     if forget_reduce and "0" in model.layers:
         tp = model.layers["0"].ffn.tp
@@ -27,10 +29,10 @@ def capture_on_rank(root: str, layout: Layout, sequences: list[list[int]], forge
         model.layer_range,
         num_slots=len(sequences),
         max_tokens=max(map(len, sequences)),
-        dtype=torch.float32,
+        dtype=model.dtype,
         tp_size=layout.tp,
     )
-    pipeline = Pipeline(loaded.spec, ctx, torch.float32)
+    pipeline = Pipeline(loaded.spec, ctx, model.dtype)
     with torch.no_grad(), Capture(model) as capture:
         out = model(batch, pipeline.receive(batch.num_tokens), cache)
         if not ctx.is_last_stage:

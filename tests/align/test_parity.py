@@ -20,11 +20,9 @@ from workbench.align import (
     compare_traces,
     model_forward,
     reference_traces,
-    tolerance_for,
 )
 from workbench.align.reference import ReferencePrompt
 from workbench.base import RequestError
-from workbench.loading import load_sharded_weights
 from workbench.nn.batch import TokenBatch
 from workbench.nn.cache import StateCache
 from workbench.nn.model import Model
@@ -54,15 +52,6 @@ def test_sound_model_agrees_on_text_and_pictures(sound: Model) -> None:
     assert len(record["prompts"]) == 3
     assert "<table>" in report._repr_html_()
     assert len(report.by_layer().rows) == sound.spec.num_layers
-
-
-def test_bf16_weights_agree_within_the_noise_of_bf16() -> None:
-    model = load_sharded_weights(TINY, precision="bf16", device="cpu").model.eval()
-    limit = tolerance_for("bf16")
-    assert limit is not None
-    report = check_parity(model_forward(model), TINY, [*PROMPTS, picture_prompt()], tolerance=limit)
-    assert report.passed, report.render()
-    assert not parity_of(model).passed  # and it is noise that the limit of fp32 sees
 
 
 PUBLISHED = "language_model.model.layers."

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from workbench.align import FP32_TOLERANCE, Tolerance, compare_traces, forward_order, tolerance_for
+from workbench.align import BF16_TOLERANCE, FP32_TOLERANCE, compare_traces, forward_order, tolerance_for
 from workbench.align.trace import IN_LAYER_ORDER, layer_of, produced_by
 
 Trace = dict[str, torch.Tensor]
@@ -200,6 +200,6 @@ def test_zero_tensors_compare_without_dividing_by_zero() -> None:
 
 def test_each_precision_has_a_limit_or_none() -> None:
     assert tolerance_for("fp32") is FP32_TOLERANCE
-    assert isinstance(tolerance_for("bf16"), Tolerance)
-    assert tolerance_for("mxfp4") is tolerance_for("bf16")
+    assert tolerance_for("bf16") is BF16_TOLERANCE
+    assert tolerance_for("mxfp4") is BF16_TOLERANCE
     assert tolerance_for("int4") is None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +169,22 @@ def test_any_value_at_any_place_of_a_real_header_is_reported_or_refused(
 def test_sound_small_checkpoint_is_sound(small: Path) -> None:
     """The damage above is done to something that passes: otherwise those tests would see only the first fault."""
     assert audit(small).ok
+
+
+@pytest.mark.parametrize("kind", ["link into nothing", "pipe", "folder"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "preprocessor_config.json"])
+def test_what_stands_under_the_name_of_an_optional_file_never_counts_as_absent(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    root = write_checkpoint(tmp_path / "model", k3_config())
+    (root / name).unlink(missing_ok=True)
+    make: dict[str, Callable[[Path], None]] = {
+        "link into nothing": lambda path: path.symlink_to("/nowhere/blob"),
+        "pipe": os.mkfifo,
+        "folder": Path.mkdir,
+    }
+    make[kind](root / name)
+    assert not audit(root).ok
+    for read in (inspect_checkpoint, Checkpoint.open):
+        with pytest.raises(WorkbenchError, match=name):
+            read(root)

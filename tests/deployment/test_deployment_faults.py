@@ -113,6 +113,28 @@ def test_a_handle_killed_in_mid_answer_takes_its_ranks_with_it(golden_root, tp, 
         handle.stdout.close()
 
 
+STARTER = """
+import os, secrets, sys
+from pathlib import Path
+from workbench.deployment.supervise import start_ranks
+
+folder = Path(sys.argv[1])
+ranks = start_ranks(2, str(folder / "control.sock"), secrets.token_bytes(32), folder, threads=1)
+print(*(rank.pid for rank in ranks), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_handle_killed_before_its_ranks_have_come_leaves_none_behind(tmp_path):
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    starter = subprocess.run([sys.executable, "-c", STARTER, str(folder)], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in starter.stdout.split()]
+    assert len(pids) == 2
+    wait_gone(pids, 20)
+    assert not folder.exists()
+
+
 def test_a_missing_shard_is_an_error_of_the_ranks_that_names_the_file(golden_root, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(golden_root, broken, ignore=shutil.ignore_patterns("golden", "images"))

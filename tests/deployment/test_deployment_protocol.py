@@ -18,6 +18,7 @@ from workbench.deployment.protocol import Door, connect, parse_address, portable
 from workbench.deployment.slate import LastWords, Slate, read_slate
 from workbench.deployment.supervise import exit_text, log_tail
 from workbench.deployment.worker import read_key
+from workbench.placement import Layout
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -198,3 +199,8 @@ def test_a_key_file_that_others_may_read_is_refused(tmp_path):
     path.chmod(0o640)
     with pytest.raises(DeploymentError, match="others may read this key"):
         read_key(path)
+
+
+def test_a_layout_that_would_flood_the_machine_starts_no_process(golden_root):
+    with pytest.raises(DeploymentError, match=r"too many ranks for one machine \(found 60000"):
+        Deployment.start(golden_root, Layout(dp=60_000))

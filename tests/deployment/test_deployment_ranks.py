@@ -18,7 +18,7 @@ from workbench.base import ConfigError, DeploymentError, LayoutError, RequestErr
 from workbench.deployment import Deployment
 from workbench.deployment import handle as handle_module
 from workbench.placement import Layout
-from workbench.serving import PlacedImage, SamplingParams
+from workbench.serving import Engine, PlacedImage, SamplingParams
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
 
@@ -132,6 +132,18 @@ def test_an_error_in_the_ranks_comes_back_typed_and_the_next_call_works(pair, pr
         pair._request("dance")
     with pytest.raises(RequestError, match="one for each of 1 replicas"):
         pair.step([(), ()])
+    assert pair.generate(prompts["p7"]["token_ids"]) == prompts["p7"]["greedy_fp32"]
+
+
+def test_generate_beside_an_engine_is_refused_for_both_would_use_the_same_slots(pair, prompts):
+    engine = Engine(pair).start()
+    try:
+        with pytest.raises(DeploymentError, match="slots are in use"):
+            pair.generate([1, 2])
+        with pytest.raises(DeploymentError, match="slots are in use"):
+            Engine(pair).start()
+    finally:
+        engine.stop()
     assert pair.generate(prompts["p7"]["token_ids"]) == prompts["p7"]["greedy_fp32"]
 
 

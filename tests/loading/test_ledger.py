@@ -152,3 +152,11 @@ def test_norms_of_pieces_add_up_in_squares_whatever_the_blocks(monkeypatch: pyte
             ledger.observe("proj.weight", None, values[first:last])
         ledger.close()
         assert ledger.entry("proj.weight").norm == pytest.approx(values.norm().item())
+
+
+def test_a_stored_scale_that_is_nan_is_refused_where_the_codes_alone_cannot_show_it() -> None:
+    ledger = Ledger(model())
+    fill(ledger)
+    ledger.observe_scale("proj.weight", None, torch.tensor([[127], [255]], dtype=torch.uint8))
+    with pytest.raises(LoadError, match=r"not finite: the scale of proj.weight .*255"):
+        ledger.close()

@@ -91,3 +91,15 @@ def test_chosen_layout_uses_every_rank_and_divides_the_model(num_ranks: int, exp
 def test_no_dividing_layout_is_refused_with_a_reason_for_each_candidate() -> None:
     with pytest.raises(LayoutError, match=r"pp11: pp=11 stages for 8 layers"):
         choose_layout(read_spec(TINY), 11)
+
+
+@pytest.mark.parametrize("text", ["dp100000", "tp999999xdp999999xep7", "pp999999"])
+def test_a_mistyped_degree_is_refused_at_once(text: str) -> None:
+    with pytest.raises(LayoutError, match="too many ranks"):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, 10**12])
+def test_a_number_of_ranks_out_of_range_has_no_layout(num_ranks: int) -> None:
+    with pytest.raises(LayoutError, match="not a number of ranks"):
+        choose_layout(read_spec(TINY), num_ranks)

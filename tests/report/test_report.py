@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -227,3 +228,14 @@ def test_ratio_is_left_out_where_it_means_nothing() -> None:
     ratios = {x.id: x.ratio for x in compare_reports(sample_report(), sample_report()).gates}
     assert ratios == {"checkpoint.audit": None, "serving.text": None, "cluster.links": None}
     assert changed(sample_report(), **{"serving.text": None}).gates[1].id == "cluster.links"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "too deep"])
+def test_a_report_that_would_block_or_recurse_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "report.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text("[" * 300_000)
+    with pytest.raises(ConfigError, match="not a readable report"):
+        read_report(path)

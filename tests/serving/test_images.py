@@ -326,6 +326,20 @@ def test_what_is_no_picture_is_refused_by_name(image: object, words: str) -> Non
         ImageProcessor(SPEC).process(image)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("mode", "entry"), [("L", b"\0\x80"), ("1", b"\0"), ("P", (0, 0, 0))])
+def test_a_transparency_entry_of_another_kind_is_refused_by_mode(mode: str, entry: object) -> None:
+    image = Image.new(mode, (5, 5))
+    image.info["transparency"] = entry
+    with pytest.raises(ImageError, match=rf"cannot be converted.*found {mode}"):
+        ImageProcessor(SPEC).process(image)
+
+
+@pytest.mark.parametrize("size", [(1 << 26, 1), (1, 1 << 26), ((1 << 16) + 1, 1)])
+def test_a_picture_too_long_to_shrink_is_refused_before_it_is_decoded(size: tuple[int, int]) -> None:
+    with pytest.raises(ImageError, match=f"too long.*{size[0]} x {size[1]}"):
+        ImageProcessor(SPEC).process(png(*size, data=b""))
+
+
 def test_sixteen_bit_grey_is_refused_and_sixteen_bit_colour_read_by_its_high_bytes() -> None:
     grey = encoded(Image.fromarray(np.full((9, 9), 30_000, np.uint16)))
     with pytest.raises(ImageError, match="I;16"):

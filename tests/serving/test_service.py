@@ -213,6 +213,23 @@ def test_what_cannot_be_asked_is_refused_by_type_and_the_service_stays_up():
         service.infer("hi", picture(1))
 
 
+@pytest.mark.parametrize("question", [None, 5, b"hi", {"role": "user"}, [{"role": "user"}], iter("hi")])
+def test_what_is_no_question_is_refused_by_type(question):
+    with service_of(ScriptRunner(said("ok"))) as service, pytest.raises(RequestError, match="a chat a list of Message"):
+        service.infer(question)
+
+
+@pytest.mark.parametrize("options", [{"stop": 5}, {"stop": b"x"}, {"temperature": 10**400}, {"top_p": -(10**400)}])
+def test_options_of_the_wrong_kind_are_refused_by_type(options):
+    with service_of(ScriptRunner(said("ok"))) as service, pytest.raises(RequestError):
+        service.infer("hi", **options)
+
+
+def test_stop_strings_from_an_iterator_count():
+    with service_of(ScriptRunner(said("one STOP two"))) as service:
+        assert service.infer("hi", stop=iter(["STOP"])).text == "one "
+
+
 def test_without_a_seed_every_request_draws_its_own():
     runner = ScriptRunner(said("ok"))
     with service_of(runner) as service:

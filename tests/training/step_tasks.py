@@ -1,8 +1,9 @@
-"""What a rank does in the equivalence tests: one training step under a layout, from fixed weights and packs."""
+"""What a rank does in the tests of layouts: one training step, an exam, or a short run."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,15 +11,20 @@ import torch
 
 from workbench.parallel import Group, GroupTensorParallel, attach, build_stage, make_context
 from workbench.placement import Layout
+from workbench.serving.inputs import Tokenizer
+from workbench.serving.inputs.tokenizer_files import read_tokenizer_json
+from workbench.training.answers import answer_items
 from workbench.training.balance import LoadMeter
 from workbench.training.config import TrainConfig
+from workbench.training.data.exam import ExamItem
 from workbench.training.data.samples import PackedBatch
 from workbench.training.initial import initialise
+from workbench.training.loop import RankTrainer
 from workbench.training.masters import Masters
 from workbench.training.optimiser import Optimiser
 from workbench.training.step import compute_gradients
 
-__all__ = ["FAULTS", "one_step"]
+__all__ = ["FAULTS", "answer", "one_step", "run_to_the_end"]
 
 FAULTS = ("enter sums nothing", "replicas keep their own gradient", "every replica takes the same packs")
 
@@ -64,5 +70,28 @@ def _one_step(config: TrainConfig, layout: Layout, packs: list[PackedBatch]) -> 
             "grads": {**grads, **{n: torch.zeros_like(b) for n, b in biases.items()}},
             "masters": {**masters.views, **biases},
         }
+    finally:
+        ctx.close()
+
+
+def answer(config: TrainConfig, layout: Layout, items: list[ExamItem], folder: Path) -> list[str]:
+    """Replies of this replica to its share of the questions, from the freshly drawn model."""
+    ctx = make_context(layout)
+    try:
+        model = build_stage(config.spec(), layout, ctx.rank, precision="fp32")
+        model.to_empty(device="cpu")
+        initialise(model, layout, ctx.rank, config.seed)
+        attach(model, ctx)
+        tokenizer = Tokenizer(read_tokenizer_json(folder / "tokenizer.json"))
+        return answer_items(model, ctx, tokenizer, items[ctx.coords.dp :: layout.dp], max_new_tokens=10, batch_size=3)
+    finally:
+        ctx.close()
+
+
+def run_to_the_end(config: TrainConfig, layout: Layout, out: Path) -> None:
+    """The loop itself, as `train` runs it on every rank."""
+    ctx = make_context(layout)
+    try:
+        RankTrainer(config, out, ctx).run()
     finally:
         ctx.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workbench.base import ConfigError
-from workbench.training.metrics import MetricsWriter, read_metrics
+from workbench.training.metrics import MetricsTail, MetricsWriter, describe_record, read_metrics
 
 
 def test_records_come_back_in_order_and_by_kind(tmp_path: Path) -> None:
@@ -55,3 +55,39 @@ def test_a_broken_line_before_the_last_is_named(line: str, tmp_path: Path) -> No
     path.write_text('{"kind":"step","step":0}\n' + line + '\n{"kind":"step","step":2}\n')
     with pytest.raises(ConfigError, match="line 2"):
         read_metrics(path)
+
+
+def test_a_tail_gives_each_record_once_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    seen: list[object] = []
+    with MetricsWriter(path, on_record=lambda record: seen.append(record["step"])) as metrics:
+        metrics.write("step", 0, loss=1.0)
+        tail = MetricsTail(path)
+        assert tail.new() == []
+        metrics.write("step", 1, loss=0.5)
+        assert [record["step"] for record in tail.new()] == [1]
+        with path.open("ab") as file:
+            file.write(b'{"kind":"step","st')
+        assert tail.new() == []
+        with path.open("ab") as file:
+            file.write(b'ep":2}\n')
+        assert [record["step"] for record in tail.new()] == [2]
+    with MetricsWriter(path, first_step=1) as metrics:
+        assert tail.new() == []
+        metrics.write("step", 1, loss=0.4)
+        assert [record["loss"] for record in tail.new()] == [0.4]
+    assert seen == [0, 1]
+
+
+def test_records_read_well_in_a_terminal() -> None:
+    step = {
+        "kind": "step", "step": 9, "loss": 1.25, "phase": "plain", "grad_norm": 0.5, "load": {"1": 1.2, "2": 1.4},
+        "tokens_per_s": 4000.0, "seconds": 6.0,
+    }  # fmt: skip
+    assert describe_record(step, 30) == (
+        "step     10 of 30  loss 1.2500  plain  grad 0.50  load 1.40  4,000 tokens/s  2 min left"
+    )
+    exam = {"kind": "exam", "step": 9, "scores": {"colour": [3, 4]}}
+    assert describe_record(exam, 30).endswith("held out: colour 3/4")
+    run = {"kind": "run", "step": 0, "layout": "dp2", "threads": 1, "num_params": 9000}
+    assert "layout dp2, 9,000 parameters" in describe_record(run, 30)

@@ -15,7 +15,15 @@ from workbench.training.data.domain import read_facts
 from workbench.training.data.samples import PackedBatch, SampleStream
 from workbench.training.data.tokenizer import corpus_lines, train_tokenizer, write_tokenizer
 
-__all__ = ["give_tokenizer", "make_packs", "recipe_text", "tiny_config", "tiny_tokenizer", "write_recipe"]
+__all__ = [
+    "give_tokenizer",
+    "make_packs",
+    "recipe_text",
+    "tiny_config",
+    "tiny_tokenizer",
+    "tokenizer_folder",
+    "write_recipe",
+]
 
 RECIPE = """\
 name = "tiny"
@@ -106,11 +114,11 @@ def tiny_config(**changes: object) -> TrainConfig:
 def give_tokenizer(out: Path) -> None:
     """The tokenizer that a run in `out` would make, without the seconds that takes."""
     out.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(_tokenizer_folder(), out / "tokenizer")
+    shutil.copytree(tokenizer_folder(), out / "tokenizer")
 
 
 @lru_cache(maxsize=1)
-def _tokenizer_folder() -> Path:
+def tokenizer_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tiny-tokenizer-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_tokenizer(train_tokenizer(corpus_lines(read_facts()), 1024), folder)
@@ -118,7 +126,7 @@ def _tokenizer_folder() -> Path:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    return Tokenizer(read_tokenizer_json(_tokenizer_folder() / "tokenizer.json"))
+    return Tokenizer(read_tokenizer_json(tokenizer_folder() / "tokenizer.json"))
 
 
 def make_packs(number: int, *, token_budget: int = 320) -> list[PackedBatch]:

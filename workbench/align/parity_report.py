@@ -103,17 +103,21 @@ class ParityReport:
         for comparison, greedy in zip(self.comparisons, self.greedy, strict=True):
             if not greedy.passed:
                 return f"{comparison.label}: tensors agree, but {greedy.describe()}"
-        tokens, equal = sum(x.num_tokens for x in self.greedy), sum(x.num_equal for x in self.greedy)
-        agree = f"{tokens} greedy tokens agree" if tokens == equal else f"{equal} of {tokens} greedy tokens agree"
-        if not self.end_to_end:
-            worst = "" if self.worst is None else f"; furthest apart: {self.worst.describe()} at {self.worst.name}"
-            return f"{self.num_tensors} tensors of {len(self.comparisons)} prompts and {agree}{worst}"
-        ways = [max((x for x in way if x.worst), key=_severity) for way in (self.comparisons, self.end_to_end)]
-        furthest = [f"{x.worst.describe()} at {x.worst.name}, {x.label}" for x in ways if x.worst is not None]
-        return (
-            f"{self.num_tensors} tensors of {len(self.comparisons)} prompts and {agree}; furthest apart: "
-            + "; ".join(furthest)
+        tokens, equal, allowed = (
+            sum(getattr(x, key) for x in self.greedy) for key in ("num_tokens", "num_equal", "num_allowed")
         )
+        few = "" if tokens == equal else f"{equal} of "
+        explained = f" (rounding explains {allowed} others)" if allowed else ""
+        furthest = [f"{x.worst.describe()} at {x.worst.name}, {x.label}" for x in self._furthest() if x.worst]
+        return (
+            f"{self.num_tensors} tensors of {len(self.comparisons)} prompts and {few}{tokens} greedy tokens agree"
+            f"{explained}; furthest apart: {'; '.join(furthest)}"
+        )
+
+    def _furthest(self) -> list[Comparison]:
+        """The comparison with the largest difference, of each way."""
+        ways = [[x for x in way if x.worst is not None] for way in (self.comparisons, self.end_to_end)]
+        return [max(way, key=_severity) for way in ways if way]
 
     def table(self) -> Table:
         """One row per comparison."""

@@ -94,16 +94,20 @@ class RoundingTolerance:
     """How many yardsticks a model that rounds to bf16 may lie away from the exact reference, and why.
 
     A tensor passes within `factor` times its yardstick, which counts as at least `floor`: one rounding more or less.
-    A single element passes within `peak_factor` times the largest that the draws show. `stretch_factor`: rounding has
-    no direction, so it changes the length of a tensor along the expected one by about a yardstick over the square root
-    of the number of elements that count; a wrong epsilon or scale changes all of them the same way. `choice_factor`:
-    experts may change places where their scores differ by that many times the noise of one score. Of a prompt's greedy
-    tokens `factor` times as many may be others as for the rounded reference (which counts as at least one).
-    `min_tokens`: shorter prompts are judged step by step only. `grids`: the draws of rounding that a yardstick is
-    measured on.
+    End to end it is `end_factor`: noise that is carried along has a long tail, since a head whose query and key nearly
+    cancel may turn a hundredth into a half. Step by step more is asked: of single elements, at most `peak_factor` times
+    the largest that the draws show; of the length along the expected tensor, which rounding, having no direction,
+    changes by about a yardstick over the square root of the number of elements that count, while a wrong epsilon or
+    scale changes all elements alike, at most `stretch_factor` times that; of experts that change places, scores no
+    further apart than `choice_factor` times the noise of one score.
+
+    Of a prompt's greedy tokens `factor` times as many may be others as for the rounded reference (which counts as at
+    least one). `min_tokens`: shorter prompts are judged step by step only. `grids`: the draws of rounding that a
+    yardstick is measured on.
     """
 
     factor: float
+    end_factor: float
     peak_factor: float
     stretch_factor: float
     choice_factor: float
@@ -114,8 +118,8 @@ class RoundingTolerance:
 
     def describe(self) -> str:
         return (
-            f"{self.factor:g} yardsticks (one is how far bf16 roundings move the reference itself, at least "
-            f"{self.floor:.1e}): {self.reason}"
+            f"{self.factor:g} yardsticks step by step and {self.end_factor:g} end to end (one is how far bf16 "
+            f"roundings move the reference itself, at least {self.floor:.1e}): {self.reason}"
         )
 
 
@@ -154,12 +158,11 @@ class MeasuredTolerance:
         if short_name(name) == "topk_w":  # few numbers that sum to one: at least as noisy as what the router reads
             names.append(name.replace("topk_w", "mlp_in"))
         yardstick = max(self.rounding.floor, *(self.noise.relative.get(n, 0.0) for n in names))
-        relative = self.rounding.factor * yardstick
         if self.way == "end to end":
-            return Limit(relative, yardstick=yardstick)
+            return Limit(self.rounding.end_factor * yardstick, yardstick=yardstick)
         peak = self.rounding.peak_factor * max(self.noise.peak.get(n, 0.0) for n in names)
         stretch = self.rounding.stretch_factor * yardstick / math.sqrt(self.noise.count.get(name, 1.0))
-        return Limit(relative, peak, stretch, yardstick)
+        return Limit(self.rounding.factor * yardstick, peak, stretch, yardstick)
 
     def choice_limit(self, stem: str) -> float | Tensor:
         if self.way == "end to end":
@@ -173,6 +176,7 @@ class MeasuredTolerance:
         return {
             "way": self.way,
             "factor": self.rounding.factor,
+            "end_factor": self.rounding.end_factor,
             "peak_factor": self.rounding.peak_factor,
             "stretch_factor": self.rounding.stretch_factor,
             "choice_factor": self.rounding.choice_factor,
@@ -189,15 +193,23 @@ FP32_TOLERANCE = Tolerance(
     logit_gap=1e-3,
     reason="fp32 rounding grows to about 1e-5 through nine layers; a wrong epsilon shows as 1e-4 or more",
 )
+# Measured on three kinds of tiny models (random weights, 8 and 9 layers; 14 checkpoints) in 124 runs of four prompts,
+# on one rank, tp2, tp4, tp2 with ep2, pp2 and dp2 with ep2, all on CPUs. Step by step, in 70,264 tensors: at most 2.12
+# yardsticks; single elements at most 0.61, lengths 0.60 and 276 other choices of experts 0.65 of their limits.
+# End to end, in 52,698 tensors: 57 above 2 yardsticks, two above 3, at most 3.50. Draws of the reference against each
+# other: at most 3.27 in 273,088 and 2.95 in 204,816 comparisons. A prompt of one token reached 12.7 end to end: it is a
+# single draw from the tail. Not measured: more ranks. The partial sums of n tp ranks, added in bf16, should raise the
+# noise of what they reduce by sqrt(1 + n / 2), less where they are added in fp32.
 BF16_TOLERANCE = RoundingTolerance(
     factor=3.0,
+    end_factor=5.0,
     peak_factor=6.0,
     stretch_factor=12.0,
     choice_factor=6.0,
     floor=BF16_UNIT,
     min_tokens=4,
     grids=BF16_GRIDS,
-    reason="another order of roundings is another draw of the same noise",
+    reason="another order of roundings is another draw of the same noise, seen up to 2.1 and 3.5",
 )
 # mxfp4: the published weights, exactly; activations in bf16.
 _BY_PRECISION: dict[str, Tolerance | RoundingTolerance] = {

@@ -15,6 +15,7 @@ from workbench.base.errors import (
     WorkbenchError,
     WorkerDiedError,
 )
+from workbench.base.files import read_small_file
 from workbench.base.plain import plain
 from workbench.base.quantity import BASES, Basis, Quantity
 from workbench.base.table import Cell, Table, human, printable, printable_lines
@@ -44,5 +45,6 @@ __all__ = [
     "plain",
     "printable",
     "printable_lines",
+    "read_small_file",
     "short_repr",
 ]

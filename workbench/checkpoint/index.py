@@ -33,9 +33,9 @@ class ShardIndex:
 def find_index(root: Path) -> Path | None:
     """The index in a folder, None where there is none. Raises CheckpointError where several could be meant."""
     for name in (INDEX_NAME, INDEX_NAME + ".gz"):
-        if (root / name).is_file():
+        if os.path.lexists(root / name):  # a link into nothing, as a half-filled cache holds, is broken and not absent
             return root / name
-    others = sorted(p for pattern in ("*.index.json", "*.index.json.gz") for p in root.glob(pattern) if p.is_file())
+    others = sorted(p for pattern in ("*.index.json", "*.index.json.gz") for p in root.glob(pattern))
     if len(others) > 1:
         names = [path.name for path in others]
         raise CheckpointError("several index files, none with the usual name", where=root, found=short_repr(names))

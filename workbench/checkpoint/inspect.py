@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ def inspect_checkpoint(path: Path | str) -> InspectReport:
             path=str(path), spec=spec, counts=count_model(spec), names=None, shards=None, sources=(path.name,)
         )
     sources = ["config.json"]
-    if (path / "preprocessor_config.json").is_file():
+    if os.path.lexists(path / "preprocessor_config.json"):
         sources.append("preprocessor_config.json")
     held, shards = _read_shards(path)
     index_path = find_index(path)

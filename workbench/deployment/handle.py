@@ -25,6 +25,7 @@ from workbench.deployment.protocol import Address, Door
 from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, RankStats
 from workbench.deployment.supervise import RankProcess, kill_ranks, start_ranks
 from workbench.placement import Layout, check_layout
+from workbench.serving.owner import driving
 from workbench.serving.requests import PlacedImage, SamplingParams
 from workbench.serving.steps import (
     EncodeImage,
@@ -320,8 +321,14 @@ class Deployment:
         return self.forward([token_ids], [images], capture=names).captured
 
     def generate(self, token_ids: Sequence[int], sampling: SamplingParams | None = None) -> list[int]:
-        """Tokens that follow a text prompt, alone in slot 0; for trying things out while no engine uses this handle."""
-        sampling = sampling or SamplingParams(max_tokens=16)
+        """Tokens that follow a text prompt, alone in slot 0; for trying things out while no engine uses this handle.
+
+        Raises DeploymentError while one does.
+        """
+        with driving(self, "Deployment.generate"):
+            return self._generate(token_ids, sampling or SamplingParams(max_tokens=16))
+
+    def _generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> list[int]:
         self.reset_slot(0, 0)
         idle: list[StepInput] = [()] * (self.layout.dp - 1)
         tokens: list[int] = []

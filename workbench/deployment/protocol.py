@@ -132,8 +132,11 @@ def parse_address(text: str) -> Address:
     raise DeploymentError("not an address", found=repr(text), expected="HOST:PORT or the path of a socket")
 
 
-def connect(address: Address, authkey: bytes, *, timeout_s: float = 60.0) -> Connection:
-    """Connection to a handle that may still be starting. Raises DeploymentError in the end, or for a wrong key."""
+def connect(
+    address: Address, authkey: bytes, *, timeout_s: float = 60.0, is_wanted: Callable[[], bool] = lambda: True
+) -> Connection:
+    """Connection to a handle that may still be starting. Raises DeploymentError in the end, for a wrong key, or once
+    `is_wanted` says that the handle will never come."""
     family = "AF_UNIX" if isinstance(address, str) else "AF_INET"
     deadline = time.monotonic() + timeout_s
     while True:
@@ -142,6 +145,8 @@ def connect(address: Address, authkey: bytes, *, timeout_s: float = 60.0) -> Con
         except AuthenticationError as error:
             raise DeploymentError(f"the controller at {address} refuses the key: {error}") from error
         except (OSError, EOFError) as error:
+            if not is_wanted():
+                raise DeploymentError(f"the controller at {address} is gone", found=str(error)) from error
             if time.monotonic() > deadline:
                 raise DeploymentError(f"no controller at {address} within {timeout_s:g} s", found=str(error)) from error
             time.sleep(0.1)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import workbench
+from workbench.base import DeploymentError
 from workbench.deployment.slate import read_slate
 
 __all__ = ["RankProcess", "exit_text", "kill_ranks", "start_ranks"]
 
 WORKER = "workbench.deployment.worker"
 TAIL_LINES = 15
+RANKS_PER_CORE, MIN_RANKS_ALLOWED = 8, 64  # far above what is of use; a mistyped layout must not flood the machine
 TAIL_BYTES = 4096
 HINTS: dict[int, str] = {
     signal.SIGKILL: "if nobody sent it, the kernel was out of memory",
@@ -82,8 +84,17 @@ def start_ranks(
     """Start `world_size` workers that report to the socket `address`; logs and last words go to `folder`.
 
     Each is the leader of its own session: an interrupt of a notebook kernel or a terminal does not reach it, and it can
-    be ended together with whatever it started. The key goes through a pipe.
+    be ended together with whatever it started. The key goes through a pipe. Raises DeploymentError for more workers
+    than a machine can be meant to run.
     """
+    most = max(MIN_RANKS_ALLOWED, RANKS_PER_CORE * (os.cpu_count() or 1))
+    if world_size > most:
+        raise DeploymentError(
+            "too many ranks for one machine",
+            found=world_size,
+            expected=f"at most {most}",
+            next_step="Choose a smaller layout, or start the ranks on several hosts with torchrun",
+        )
     root = str(Path(workbench.__file__).parents[1])
     common = {
         # The workers find this very package, and nothing a notebook has set for itself.
@@ -94,13 +105,14 @@ def start_ranks(
         "WORLD_SIZE": str(world_size),
         **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
+    worker = [sys.executable, "-m", WORKER]
     ranks: list[RankProcess] = []
     try:
         for rank in range(world_size):
             log_path, slate_path = folder / f"rank{rank}.log", folder / f"rank{rank}.slate"
             with log_path.open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", WORKER, "--controller", address, "--folder", str(folder)],
+                    [*worker, "--controller", address, "--folder", str(folder), "--parent", str(os.getpid())],
                     env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
                     stdin=subprocess.PIPE,
                     stdout=log,

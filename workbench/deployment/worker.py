@@ -1,6 +1,6 @@
 """One rank as a process: joins its handle, then does what it is told until told to stop or left alone.
 
-    python -m workbench.deployment.worker --controller SOCKET --folder DIR        started by Deployment.start
+    python -m workbench.deployment.worker --controller SOCKET --folder DIR --parent PID   started by Deployment.start
     torchrun --nproc-per-node=2 -m workbench.deployment.worker --controller HOST:PORT --authkey-file FILE
 
 RANK, WORLD_SIZE and LOCAL_RANK come from the environment, as torchrun sets them. A thread reads the control connection
@@ -145,11 +145,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--controller", required=True, help="HOST:PORT of the handle, or the path of its socket")
     parser.add_argument("--authkey-file", type=Path, help="file with the key in hexadecimal; default: a line on stdin")
     parser.add_argument("--folder", type=Path, help="where logs and last words go; set by Deployment.start")
+    parser.add_argument("--parent", type=int, help="process that started this one; set by Deployment.start")
     parser.add_argument("--connect-timeout", type=float, default=120.0, metavar="S", help="wait so long for the handle")
     options = parser.parse_args(argv)
     authkey = read_key(options.authkey_file)
     rank = int(os.environ.get("RANK", "0"))
-    connection = connect(parse_address(options.controller), authkey, timeout_s=options.connect_timeout)
+    try:
+        connection = connect(
+            parse_address(options.controller),
+            authkey,
+            timeout_s=options.connect_timeout,
+            is_wanted=lambda: options.parent is None or os.getppid() == options.parent,
+        )
+    except DeploymentError:
+        if options.folder is not None and os.getppid() != options.parent:
+            shutil.rmtree(options.folder, ignore_errors=True)  # nobody is left to read it
+        raise
     Worker(
         connection,
         rank=rank,

@@ -22,6 +22,7 @@ __all__ = ["Ledger", "LedgerEntry", "SourceRef"]
 
 BLOCK = 1 << 18  # elements looked at together by a content check; its float copy stays in the processor's cache
 SHOWN = 8
+NAN_SCALE = 255.0  # of an E8M0 exponent
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,8 @@ class Ledger:
             names = ", ".join(source.name for source in entry.sources)
             if not math.isfinite(square):
                 yield f"not finite: {entry.label} (from {names})"
+            elif scale_peak == NAN_SCALE:
+                yield f"not finite: the scale of {entry.label} holds byte 255, which is NaN (from {names})"
             elif scale_peak == 0.0:
                 yield f"all zero: the scale of {entry.label} (from {names})"
             elif square == 0.0 and (entry.is_matrix or is_scale):

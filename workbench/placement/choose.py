@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from workbench.base import LayoutError
-from workbench.placement.layout import Layout
+from workbench.placement.layout import MAX_RANKS, Layout
 from workbench.placement.table import check_layout
 from workbench.spec import ModelSpec, MoESpec
 
 __all__ = ["choose_layout"]
+
+SHOWN = 8
 
 
 def choose_layout(spec: ModelSpec, num_ranks: int) -> Layout:
@@ -16,6 +18,8 @@ def choose_layout(spec: ModelSpec, num_ranks: int) -> Layout:
     Experts are spread whole over the tensor-parallel ranks where their number allows it. Raises LayoutError with the
     reason for every candidate where none fits.
     """
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise LayoutError("not a number of ranks", found=num_ranks, expected=f"1 to {MAX_RANKS}")
     has_experts = any(isinstance(layer.ffn, MoESpec) for layer in spec.layers)
     reasons: list[str] = []
     for tp in (n for n in range(num_ranks, 0, -1) if num_ranks % n == 0):
@@ -27,4 +31,5 @@ def choose_layout(spec: ModelSpec, num_ranks: int) -> Layout:
                 reasons.append(f"{layout}: {error.message}")
             else:
                 return layout
-    raise LayoutError(f"no layout of {num_ranks} ranks divides this model: " + "; ".join(reasons))
+    more = f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
+    raise LayoutError(f"no layout of {num_ranks} ranks divides this model: " + "; ".join(reasons[:SHOWN]) + more)

@@ -11,6 +11,7 @@ from workbench.base import LayoutError
 __all__ = ["Dispatch", "Layout", "RankCoords"]
 
 Dispatch = Literal["replicated", "all_to_all"]
+MAX_RANKS = 1 << 16  # what lists ranks or divisors must end; no deployment comes near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,8 @@ class Layout:
         for axis, size in (("pp", self.pp), ("dp", self.dp), ("tp", self.tp), ("ep", self.ep)):
             if size < 1:
                 raise LayoutError(f"{axis}={size}: a parallel degree is at least 1")
+        if self.world_size > MAX_RANKS:
+            raise LayoutError("too many ranks", found=self.world_size, expected=f"at most {MAX_RANKS}")
         if (self.tp * self.dp) % self.ep:
             raise LayoutError(f"ep={self.ep} does not divide tp*dp={self.tp * self.dp}", expected=self._ep_choices())
         if self.tp % self.ep and self.ep % self.tp:

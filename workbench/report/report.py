@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench.base import ConfigError, Table, plain
+from workbench.base import ConfigError, Table, plain, read_small_file
 from workbench.report.gates import Gate, Verdict, gates_table, gates_text, verdict_of
 from workbench.view.charts import Chart, chart_from_json
 
@@ -23,6 +23,7 @@ __all__ = ["FORMAT", "Day0Report", "Picture", "SampleAnswer", "Section", "Weight
 FORMAT = "day0-report/1"
 WeightsKind = Literal["real", "dummy"]
 MAX_PICTURE_BYTES = 4 << 20
+MAX_REPORT_BYTES = 256 << 20  # a report of many pictures has some megabytes
 _MAGIC = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 
 
@@ -222,8 +223,10 @@ def read_report(path: Path | str) -> Day0Report:
     path = Path(path)
     path = path / "report.json" if path.is_dir() else path
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        record = json.loads(read_small_file(path, max_bytes=MAX_REPORT_BYTES).decode("utf-8"))
+    except ConfigError as error:
+        raise ConfigError(f"not a readable report: {error.message}", where=path, found=error.found) from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"not a readable report: {error}", where=path) from None
     if not isinstance(record, dict):
         raise ConfigError("not a Day-0 report", where=path, found=type(record).__name__)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from workbench.base import DeploymentError, WorkbenchError
+from workbench.serving.owner import claim_runner, release_runner
 from workbench.serving.requests import GenerationRequest, check_request
 from workbench.serving.scheduler import FinishReason, Scheduler, SequenceState
 from workbench.serving.steps import Runner
@@ -111,8 +112,12 @@ class Engine:
         self._num_aborted = 0
 
     def start(self) -> Engine:
-        """Start the background thread; does nothing where it runs already. An engine that failed stays failed."""
+        """Start the background thread; does nothing where it runs already. An engine that failed stays failed.
+
+        Raises DeploymentError where another engine drives the runner: its slots are theirs until they stop.
+        """
         if self._thread is None:
+            claim_runner(self.runner, "an engine")
             self._is_stopping = False
             self._thread = threading.Thread(target=self._run, name="workbench-engine", daemon=True)
             self._thread.start()
@@ -240,7 +245,7 @@ class Engine:
         try:
             while True:
                 with self._changed:
-                    while not self._is_stopping and not self.scheduler.has_work:
+                    while not self._is_stopping and self._error is None and not self.scheduler.has_work:
                         self._changed.wait()
                     if self._is_stopping or self._error is not None:
                         return
@@ -248,3 +253,5 @@ class Engine:
         except BaseException as error:  # a bug of ours: report it to whoever waits, then let it show
             self._fail(error)
             raise
+        finally:
+            release_runner(self.runner)

@@ -107,7 +107,7 @@ def _check_images(request: GenerationRequest, info: RunnerInfo) -> None:
 
 
 def _number(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
         raise RequestError(f"{name} is not a finite number", found=repr(value))
     if not low <= value <= high:
         raise RequestError(f"{name} is out of range", found=value, expected=f"{low:g} to {high:g}")

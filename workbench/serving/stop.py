@@ -18,9 +18,12 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
-        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+        try:
+            self._stops = tuple(stops)  # once: an iterator gives its strings a single time
+        except TypeError:
+            self._stops = ("",)
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in self._stops):
             raise RequestError("stop strings must be a list of non-empty strings", found=repr(stops))
-        self._stops = tuple(stops)
         self._held = ""
         self.is_stopped = False
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from workbench.base import ConfigError, UnsupportedModelError, short_repr
+from workbench.base import ConfigError, UnsupportedModelError, read_small_file, short_repr
 from workbench.spec.model import ModelSpec
 
 __all__ = ["ConfigReader", "read_json"]
@@ -21,15 +20,8 @@ MAX_CONFIG_BYTES = 16 << 20  # a config is kilobytes; a hostile one must not fil
 def read_json(path: Path) -> dict[str, object]:
     """A JSON object from a file. Raises ConfigError where it is absent, too large, malformed or not an object."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would block for ever
-            raise ConfigError("not a regular file", where=path)
-        if status.st_size > MAX_CONFIG_BYTES:
-            raise ConfigError("file is too large for a description", where=path, found=f"{status.st_size} bytes")
-        value = json.loads(path.read_bytes(), object_pairs_hook=_unique_keys)
-    except FileNotFoundError:
-        raise ConfigError("file is missing", where=path) from None
-    except (ValueError, RecursionError, OSError) as error:
+        value = json.loads(read_small_file(path, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"not readable as JSON: {error}", where=path) from None
     if not isinstance(value, dict):
         raise ConfigError("not a JSON object", where=path, found=type(value).__name__)

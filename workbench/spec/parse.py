@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def read_spec(root: Path | str) -> ModelSpec:
     if config_path.suffix == ".safetensors":
         raise ConfigError("a file of weights, not a description", where=root, next_step="Give the folder it lies in")
     image_path = config_path.parent / "preprocessor_config.json"
-    image_config = read_json(image_path) if config_path.name == "config.json" and image_path.is_file() else None
+    image_config = read_json(image_path) if config_path.name == "config.json" and os.path.lexists(image_path) else None
     return parse_config(read_json(config_path), image_config)
 
 

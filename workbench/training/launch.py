@@ -70,8 +70,9 @@ def train(
 
     With `resume` a run that was stopped or killed goes on from its last saved state, to the same weights as if it had
     never stopped (on the same layout and thread count), and an `out` without states begins anew; without it `out` must
-    hold no run. `on_record` is shown every metrics record as it is written. Raises ConfigError or LayoutError for a recipe that makes no run, CheckpointError for a folder that
-    belongs to another, WorkerDiedError where a rank ended early.
+    hold no run. `on_record` is shown every metrics record as it is written. Raises ConfigError or LayoutError for a
+    recipe that makes no run, CheckpointError for a folder that belongs to another, WorkerDiedError where a rank ended
+    early.
     """
     out = Path(out)
     path = Path(recipe)

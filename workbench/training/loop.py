@@ -56,7 +56,6 @@ class RankTrainer:
         state: SavedState | None = None,
         on_record: OnRecord | None = None,
     ) -> None:
-        torch.set_flush_denormal(True)  # decays and gates run into numbers that the processor would handle in microcode
         torch.manual_seed(config.seed)  # nothing here draws from it; whatever may one day is part of the state as well
         self.config, self.out, self.ctx, self.on_record = config, out, ctx, on_record
         self.spec = config.spec()
@@ -83,6 +82,14 @@ class RankTrainer:
 
     def run(self) -> None:
         """Train to the end. Raises WorkbenchError where the loss is no longer a number."""
+        # Decays and gates run into numbers so small that processors compute them in microcode.
+        torch.set_flush_denormal(True)
+        try:
+            self._run()
+        finally:
+            torch.set_flush_denormal(False)
+
+    def _run(self) -> None:
         metrics = None
         if self.ctx.rank == 0:
             metrics = MetricsWriter(self.out / METRICS, first_step=self.step, on_record=self.on_record)

@@ -40,14 +40,15 @@ MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageLimits:
-    """What a picture may cost before anything is decoded; both are checked against the header alone."""
+    """What a picture may cost before anything is decoded; all are checked against the header alone."""
 
     max_pixels: int = 1 << 26  # 8192 x 8192; the published processor keeps at most 7168 x 7168 of it
     max_bytes: int = 64 << 20  # of the compressed file
+    max_side: int = 1 << 16  # shrinking one row of 2**26 pixels takes gigabytes of weights; a JPEG ends at 65535
 
     def __post_init__(self) -> None:
-        if self.max_pixels < 1 or self.max_bytes < 1:
-            raise ImageError(f"limits must be at least 1, not {self.max_pixels} pixels and {self.max_bytes} bytes")
+        if min(self.max_pixels, self.max_bytes, self.max_side) < 1:
+            raise ImageError(f"limits must be at least 1, not {self}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +111,14 @@ class ImageProcessor:
         Raises ImageError for anything that is no single still picture of 8-bit colours within the limits: not an image,
         truncated, animated, without pixels, too many pixels or bytes (both found before decoding), an unusable mode.
         """
-        image = _decoded(source, self.limits)
+        image, where = _decoded(source, self.limits)
         plan = plan_image(image.width, image.height, self.spec)
-        patches = self._patches(image, plan)
+        try:
+            patches = self._patches(image, plan)
+        except MemoryError:
+            raise
+        except Exception as error:  # such as a transparency entry of another kind than the mode has
+            raise ImageError(f"picture cannot be converted: {error}", where=where, found=image.mode) from error
         head = repr((plan.grid, image.size)).encode()
         return ImageInput(
             patches=patches,
@@ -146,8 +152,8 @@ def _opaque(image: Image.Image, spec: ImageSpec) -> Image.Image:
     return Image.fromarray((alpha * rgba[:, :, :3] + (1 - alpha) * board).astype(np.uint8))
 
 
-def _decoded(source: ImageSource, limits: ImageLimits) -> Image.Image:
-    """The picture with its pixels in memory; every reason to refuse it becomes an ImageError."""
+def _decoded(source: ImageSource, limits: ImageLimits) -> tuple[Image.Image, str]:
+    """The picture with its pixels in memory, and its name; every reason to refuse it becomes an ImageError."""
     image, where = _opened(source, limits)
     if image.width < 1 or image.height < 1:
         raise ImageError("picture without pixels", where=where, found=f"{image.width} x {image.height}")
@@ -158,6 +164,14 @@ def _decoded(source: ImageSource, limits: ImageLimits) -> Image.Image:
             found=f"{image.width} x {image.height} = {image.width * image.height:,}",
             expected=f"at most {limits.max_pixels:,}",
             next_step="Shrink it before sending it",
+        )
+    if max(image.size) > limits.max_side:
+        raise ImageError(
+            "picture is too long",
+            where=where,
+            found=f"{image.width} x {image.height}",
+            expected=f"at most {limits.max_side:,} on a side",
+            next_step="Cut it into pieces",
         )
     if image.mode not in MODES:
         raise ImageError(
@@ -184,7 +198,7 @@ def _decoded(source: ImageSource, limits: ImageLimits) -> Image.Image:
             expected="one still picture",
             next_step="Send the frame you mean",
         )
-    return image
+    return image, where
 
 
 def _opened(source: ImageSource, limits: ImageLimits) -> tuple[Image.Image, str]:

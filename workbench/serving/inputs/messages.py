@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from workbench.base import RequestError
+from workbench.base import RequestError, short_repr
 from workbench.serving.inputs.images import ImageInput
 from workbench.serving.inputs.tokenizer import Tokenizer
 
@@ -68,6 +68,9 @@ class Message:
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
             raise RequestError("unknown role", found=repr(self.role), expected=" or ".join(get_args(Role)))
+        if not isinstance(self.thinking, str) or not isinstance(self.kind, str):
+            found = f"{type(self.thinking).__name__} and {type(self.kind).__name__}"
+            raise RequestError("thinking and kind of a message are text", found=found)
         if self.thinking and self.role != "assistant":
             raise RequestError("only an assistant's message carries thinking", found=self.role)
         if not isinstance(self.content, str) and not _are_parts(self.content):
@@ -109,8 +112,11 @@ def render_chat(
 
     `images` are those of all ImageParts in order of appearance. With `thinking` the answer opens the think channel, and
     every earlier assistant message shows that channel, empty or not; without it the channel is left out everywhere.
-    Raises RequestError where there are more or fewer images than places for them.
+    Raises RequestError for anything but messages, and where there are more or fewer images than places for them.
     """
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Message) for message in messages):
+        found = f"{type(messages).__name__} {short_repr(messages)}"
+        raise RequestError("a question is text, a chat a list of Message", found=found)
     places = sum(isinstance(part, ImagePart) for message in messages for part in message.parts)
     if places != len(images):
         raise RequestError("images and their places in the chat differ in number", found=len(images), expected=places)

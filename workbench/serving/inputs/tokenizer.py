@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,14 +134,14 @@ def read_tokenizer(root: Path | str, spec: ModelSpec) -> Tokenizer:
     root = Path(root)
     config_path = root / "tokenizer_config.json"
     named = read_named_ids(config_path)
-    if (root / "tokenizer.json").is_file():
+    if os.path.lexists(root / "tokenizer.json"):  # a link into nothing is a broken file, not an absent one
         vocabulary = read_tokenizer_json(root / "tokenizer.json")
         differing = {i: name for i, name in (named or {}).items() if vocabulary.reserved.get(i) != name}
         if differing:
             raise TokenizerError(
                 "names reserved ids that tokenizer.json does not have", where=config_path, found=differing
             )
-    elif (root / "tiktoken.model").is_file():
+    elif os.path.lexists(root / "tiktoken.model"):
         vocabulary = read_tiktoken(root / "tiktoken.model", named)
     else:
         raise TokenizerError(

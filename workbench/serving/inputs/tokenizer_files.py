@@ -10,16 +10,17 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import tiktoken
 import tokenizers
 
-from workbench.base import TokenizerError
+from workbench.base import TokenizerError, read_small_file
 
 __all__ = [
     "K3_RESERVED_OFFSETS",
@@ -219,7 +220,7 @@ def _built(path: Path, build: Callable[[], _Core]) -> _Core:
 
 def read_named_ids(path: Path) -> dict[int, str] | None:
     """Reserved ids by the `added_tokens_decoder` of a `tokenizer_config.json`; None where there is no such table."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     table = _json_object(path).get("added_tokens_decoder")
     if table is None:
@@ -274,19 +275,7 @@ def _piece(token: str) -> bytes:
 
 
 def _read_bytes(path: Path) -> bytes:
-    try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            _too_large(path, size)
-        return path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"file cannot be read: {error}", where=path) from None
-
-
-def _too_large(path: Path, size: int) -> NoReturn:
-    raise TokenizerError(
-        "file is too large", where=path, found=f"{size:,} bytes", expected=f"at most {MAX_FILE_BYTES:,}"
-    )
+    return read_small_file(path, max_bytes=MAX_FILE_BYTES, error=TokenizerError)
 
 
 def _json_object(path: Path) -> dict[str, object]:
