@@ -325,18 +325,6 @@ def no_tanh_on_the_up_branch(model: Model) -> None:
             module.activation = dataclasses.replace(module.activation, linear_beta=1e9)
 
 
-def mix_weights_in_bf16(model: Model) -> None:
-    def forward(mixer: torch.nn.Module, sources: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        v = torch.stack(sources)
-        unit = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + mixer.eps)
-        weights = torch.softmax(unit @ (mixer.norm.weight * mixer.proj.weight[0]), 0)
-        return (weights[..., None] * v).sum(0)
-
-    for layer in model.layers.values():
-        for mixer in (layer.mixer_res, layer.ffn_res):
-            mixer.forward = lambda sources, mixer=mixer: forward(mixer, sources)
-
-
 def silu_output_gate(model: Model) -> None:
     def forward(norm: torch.nn.Module, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         unit = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + norm.eps)
@@ -372,7 +360,6 @@ SUBTLE = [  # each keeps every tensor within a relative 0.2 of the reference, mo
     (key_latent_eps, "L3.latent"),
     (rounded_correction_bias, "L1.topk_idx"),
     (no_tanh_on_the_up_branch, "L0.ffn_out"),
-    (mix_weights_in_bf16, "L1.attn_in"),
     (one_expert_of_one_layer, "L5.moe_combined"),
 ]
 GROSS = [
@@ -385,7 +372,6 @@ GROSS = [
 
 ALSO: dict[Fault, set[str]] = {  # where a mistake is made in more than one place
     no_tanh_on_the_up_branch: {"moe_combined", "moe_shared_out"},
-    mix_weights_in_bf16: {"mlp_in"},
     shifted_decays: {"kda_state"},
 }
 
@@ -436,7 +422,7 @@ def test_what_lies_below_the_noise_of_bf16_is_seen_in_fp32(fault: Fault) -> None
 # Greedy tokens
 
 
-def test_generated_tokens_are_counted_against_those_of_the_rounded_reference() -> None:
+def test_generated_tokens_are_judged_by_those_that_the_rounded_reference_chooses() -> None:
     model = load_bf16()
     ids = list(text_prompt().token_ids)
     for _ in range(8):
@@ -448,9 +434,9 @@ def test_generated_tokens_are_counted_against_those_of_the_rounded_reference() -
     assert report.suspect is None
     assert report.greedy[0].passed
     assert report.greedy[0].num_equal >= 6
-    assert report.greedy[0].num_allowed >= 3
+    assert report.greedy[0].limit < report.greedy[1].gap
     assert not report.greedy[1].passed
     assert not report.passed
     assert report.num_wrong == 1
     assert "wrong, step by step: tensors agree, but" in report.verdict()
-    assert "of 8 generated tokens are not the reference's choice, first 0" in report.verdict()
+    assert "8 of 8 generated tokens are not the reference's choice (logit gap" in report.verdict()

@@ -141,36 +141,40 @@ def _compare_by_yardstick(
     return step_by_step, end_to_end, greedy
 
 
-def _check_greedy(prompt: ParityPrompt, logits: Tensor, *, limit: float, num_allowed: int = 0) -> GreedyCheck:
+def _check_greedy(prompt: ParityPrompt, logits: Tensor, *, limit: float, is_mean: bool = False) -> GreedyCheck:
     """Each generated token against the reference's highest logit at the position before it."""
     count = prompt.num_generated
     if not count:
         return GreedyCheck(num_tokens=0, num_equal=0, first_wrong=None, gap=0.0, limit=limit)
-    tokens = torch.tensor(prompt.token_ids[-count:])
-    rated = logits[-count - 1 : -1]
-    gaps = rated.amax(-1) - rated.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    gaps = _gaps(logits[-count - 1 : -1], torch.tensor(prompt.token_ids[-count:]))
     wrong = (gaps > 0).nonzero()
     return GreedyCheck(
         num_tokens=count,
         num_equal=count - len(wrong),
         first_wrong=int(wrong[0]) if len(wrong) else None,
-        gap=gaps.max().item(),
+        gap=(gaps.mean() if is_mean else gaps.max()).item(),
         limit=limit,
-        num_allowed=num_allowed,
+        is_mean=is_mean,
     )
+
+
+def _gaps(rated: Tensor, tokens: Tensor) -> Tensor:
+    """By how much the highest logit exceeds that of the token: (T, V), (T,) -> (T,)."""
+    return rated.amax(-1) - rated.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def _check_greedy_by_yardstick(
     prompt: ParityPrompt, reference: ExactAndNoise | None, tolerance: RoundingTolerance
 ) -> GreedyCheck:
-    """Allowed are as many other tokens as the roundings of the reference bring about, times the factor."""
+    """The yardstick is the mean gap of the tokens that the rounded references choose, each with experts of its own, or
+    the noise of a logit where that is more."""
     if reference is None:
         return _check_greedy(prompt, torch.empty(0), limit=0.0)
-    logits = reference.trace["logits"]
+    logits, noise = reference.trace["logits"], reference.noise
     positions = slice(-prompt.num_generated - 1, -1)
-    own, draws = logits.argmax(-1)[positions], reference.noise.tokens
-    others = sum(int((draw[positions] != own).sum()) for draw in draws) / len(draws)
-    return _check_greedy(prompt, logits, limit=0.0, num_allowed=int(tolerance.factor * max(others, 1.0)))
+    of_draws = torch.stack([_gaps(logits[positions], draw[positions]) for draw in noise.tokens]).mean().item()
+    of_logits = noise.relative["logits"] * logits.square().mean().sqrt().item()
+    return _check_greedy(prompt, logits, limit=tolerance.token_factor * max(of_draws, of_logits), is_mean=True)
 
 
 def model_forward(model: Model, *, keep: Callable[[str], bool] | None = None) -> TraceForward:
