@@ -110,6 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     day0.add_argument("--max-first-token-s", type=_seconds, help="limit of gate latency.first_token (default 10)")
     day0.add_argument("--max-per-token-s", type=_seconds, help="limit of gate latency.per_token (default 1)")
 
+    train = _command(commands, "train", _train, "train a model from a recipe and export it in the published format")
+    train.add_argument("recipe", type=Path, help="TOML file, for example data/train/k3-nano.toml")
+    train.add_argument("--out", type=Path, required=True, help="folder for states, metrics and the exported model")
+    train.add_argument("--resume", action="store_true", help="go on from the last saved state in --out")
+
     compare = _command(
         commands, "compare", _compare, "what changed from one report to another; exit code 1 where a gate got worse"
     )
@@ -236,6 +241,13 @@ def _day0(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(report.to_json())
     return 0 if report.passed else 1
+
+
+def _train(args: argparse.Namespace) -> int:
+    from workbench.training.launch import train
+
+    _show(args, train(args.recipe, args.out, resume=args.resume))
+    return 0
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -342,3 +342,16 @@ def test_generate_prints_the_whole_answer_as_json_and_repeats_itself(call: Call)
     assert first["token_ids"] == second["token_ids"]
     assert first["usage"]["completion_tokens"] >= 1
     assert first["usage"]["image_tokens"] == 0
+
+
+def test_train_refuses_a_recipe_that_is_not_there_and_writes_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "workbench.cli", "train", str(tmp_path / "none.toml"), "--out", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "none.toml" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
