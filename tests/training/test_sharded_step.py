@@ -100,6 +100,22 @@ def test_copies_of_a_parameter_stay_bitwise_equal_on_all_ranks() -> None:
         assert all(torch.equal(rank["masters"][name], ranks[0]["masters"][name]) for rank in ranks), name
 
 
+@pytest.mark.parametrize("text", ["dp2", "dp2xep2", "pp2xdp2"])
+def test_replicas_that_share_the_work_of_muon_step_as_one_rank_alone(text: str) -> None:
+    layout, config = Layout.parse(text), tiny_config(muon_lr=1e-2)
+    start = step_tasks.one_step(tiny_config(adam_lr=1e-30), Layout(), packs())["masters"]
+    one = step_tasks.one_step(config, Layout(), packs())["masters"]
+    ranks = shared_ranks().run(step_tasks.one_step, config, layout, packs(), world_size=layout.world_size)
+    many = join_parameters(config.spec(), layout, [rank["masters"] for rank in ranks])
+    for name in ("layers.0.mixer.q_proj.weight", "layers.2.ffn.experts.w2.weight", "vision.blocks.0.fc0.weight"):
+        step = one[name] - start[name]
+        assert step.abs().mean() > 1e-4
+        assert (many[name] - one[name]).norm() < 0.05 * step.norm(), name  # the iteration runs in bf16
+    twin = ranks[layout.rank_at(dp=1)]["masters"]
+    for name in ("layers.0.mixer.q_proj.weight", "embed.weight"):
+        assert torch.equal(ranks[0]["masters"][name], twin[name]), name
+
+
 @pytest.mark.parametrize(
     ("layout", "fault"), list(zip((Layout(tp=2), Layout(dp=2), Layout(dp=2)), step_tasks.FAULTS, strict=True))
 )

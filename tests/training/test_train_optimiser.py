@@ -9,12 +9,12 @@ import pytest
 import torch
 from tiny_runs import make_packs, tiny_config
 
-from workbench.parallel import attach, build_stage, single_context
+from workbench.parallel import Group, attach, build_stage, single_context
 from workbench.placement import Layout
 from workbench.training.config import OptimiserConfig
 from workbench.training.initial import initialise
 from workbench.training.masters import Masters, rule_of
-from workbench.training.muon import Muon, orthogonalise
+from workbench.training.muon import Matrix, Muon, orthogonalise
 from workbench.training.optimiser import Optimiser, learning_rate_share
 from workbench.training.step import compute_gradients
 
@@ -67,7 +67,7 @@ def test_muon_equals_torchs_own(shape: tuple[int, int]) -> None:
     singles = [torch.nn.Parameter(v.clone()) for v in values]
     theirs = torch.optim.Muon(singles, lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     grad = torch.empty_like(values)
-    ours = Muon({"stack": (values, grad)}, momentum=0.9, weight_decay=0.1)
+    ours = Muon({"stack": Matrix(values, grad, Group("dp"))}, momentum=0.9, weight_decay=0.1)
     before = values.clone()
     for _ in range(3):
         grad.copy_(torch.randn(values.shape, generator=generator))

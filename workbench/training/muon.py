@@ -11,11 +11,14 @@ for LLM training", arXiv 2502.16982, for the scale.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Muon", "orthogonalise"]
+from workbench.parallel import Group, share_sizes
+
+__all__ = ["Matrix", "Muon", "orthogonalise"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
@@ -23,31 +26,38 @@ EPS = 1e-7
 RMS = 0.2  # of an AdamW update
 
 
-class Muon:
-    """Steps `matrices`, name -> (values, gradient), each (rows, columns) or (stack, rows, columns), in place."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """A hidden matrix (rows, columns) or a stack of them, its gradient, and the ranks that step the very same one."""
 
-    def __init__(
-        self, matrices: Mapping[str, tuple[Tensor, Tensor]], *, momentum: float = 0.95, weight_decay: float = 0.0
-    ) -> None:
+    values: Tensor
+    grad: Tensor
+    replicas: Group
+
+
+class Muon:
+    """Steps `matrices` in place. Replicas share the work: each makes some of the updates, and all get all of them."""
+
+    def __init__(self, matrices: Mapping[str, Matrix], *, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         self.matrices, self.momentum, self.weight_decay = dict(matrices), momentum, weight_decay
-        self.velocity = {name: torch.zeros_like(values) for name, (values, _) in self.matrices.items()}
-        self._shapes: dict[tuple[int, int], list[str]] = {}
-        for name, (values, _) in self.matrices.items():
-            rows, columns = values.shape[-2:]
-            self._shapes.setdefault((rows, columns), []).append(name)
+        self.velocity = {name: torch.zeros_like(matrix.values) for name, matrix in self.matrices.items()}
+        self._alike: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
+        for name, matrix in self.matrices.items():
+            rows, columns = matrix.values.shape[-2:]
+            self._alike.setdefault((rows, columns, matrix.replicas.ranks), []).append(name)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for (rows, columns), names in self._shapes.items():
+        for (rows, columns, _), names in self._alike.items():
             scale = lr * RMS * max(rows, columns) ** 0.5
             wanted = []
             for name in names:
-                grad, velocity = self.matrices[name][1], self.velocity[name]
+                grad, velocity = self.matrices[name].grad, self.velocity[name]
                 velocity.lerp_(grad, 1 - self.momentum)
                 wanted.append(grad.lerp(velocity, self.momentum).view(-1, rows, columns))
-            updates = orthogonalise(torch.cat(wanted)).float().split([len(x) for x in wanted])
-            for name, update in zip(names, updates, strict=True):
-                values = self.matrices[name][0]
+            updates = _share_out(torch.cat(wanted), self.matrices[names[0]].replicas)
+            for name, update in zip(names, updates.float().split([len(x) for x in wanted]), strict=True):
+                values = self.matrices[name].values
                 values.mul_(1 - lr * self.weight_decay).add_(update.view(values.shape), alpha=-scale)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -59,6 +69,13 @@ class Muon:
             raise ValueError("the state belongs to other matrices")
         for name, velocity in self.velocity.items():
             velocity.copy_(state[name])
+
+
+def _share_out(matrices: Tensor, replicas: Group) -> Tensor:
+    """`orthogonalise` of matrices that all replicas have, each doing a part; the same result on every one."""
+    counts = share_sizes(len(matrices), replicas.size)
+    own = orthogonalise(matrices.split(counts)[replicas.rank])
+    return replicas.gather_rows(own, counts)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

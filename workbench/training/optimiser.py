@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.training.config import OptimiserConfig
 from workbench.training.masters import Masters
-from workbench.training.muon import Muon
+from workbench.training.muon import Matrix, Muon
 
 __all__ = ["Optimiser", "learning_rate_share"]
 
@@ -31,10 +31,12 @@ class Optimiser:
         self.masters, self.config = masters, config
         self._adam_grads: list[tuple[Tensor, Tensor]] = []  # value and gradient of each AdamW parameter
         groups: list[dict[str, Any]] = []
-        matrices: dict[str, tuple[Tensor, Tensor]] = {}
+        matrices: dict[str, Matrix] = {}
         for region in masters.regions:
             if region.rule == "hidden" and config.muon_lr:
-                matrices |= {name: (view, region.grad_views[name]) for name, view in region.views.items()}
+                replicas = masters.ctx.expert_replicas if region.reach == "expert" else masters.ctx.dp
+                for name, view in region.views.items():
+                    matrices[name] = Matrix(view, region.grad_views[name], replicas)
                 continue
             decay = 0.0 if region.rule == "vector" else config.weight_decay
             groups.append({"params": [region.values], "weight_decay": decay})
