@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"base", "view"},
     "day0": _BELOW_DEPLOYMENT | {"deployment", "profiling", "view", "report"},
 }
-TOP_MODULES = {"cli", "__init__"}  # these may import anything
+MAY_IMPORT["cli"] = set(MAY_IMPORT)  # the command line may import anything
+TOP_MODULES = {"__init__"}
 NO_TORCH = ("base", "spec", "checkpoint", "placement", "view", "report")  # a laptop is enough to read and count
 
 

@@ -1,0 +1,127 @@
+"""Arguments that several commands share, and what they stand for: a layout, a running deployment."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from workbench.base import LayoutError
+
+if TYPE_CHECKING:
+    from workbench.deployment import Deployment
+    from workbench.placement import Layout
+
+__all__ = [
+    "PRECISIONS",
+    "Commands",
+    "Parser",
+    "UsageError",
+    "chosen_layout",
+    "command",
+    "count",
+    "deploy",
+    "deployment_arguments",
+    "number",
+    "seconds",
+    "temperature",
+]
+
+PRECISIONS = ("fp32", "bf16", "fp8", "int8", "int4", "mxfp4")
+Commands = argparse._SubParsersAction  # what a command is added to
+
+
+class UsageError(Exception):
+    """Arguments that name no command or do not fit it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises where the standard one ends the process, so that a usage error is reported like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def command(commands: Commands, name: str, run: object, help_text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=help_text, allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print the record as one JSON document")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def deployment_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="checkpoint folder")
+    parser.add_argument("--ranks", type=count, help="number of processes; a layout is chosen (default 1)")
+    parser.add_argument("--layout", help="layout such as tp2, pp2xtp4, dp2xep2:all_to_all (instead of --ranks)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="mxfp4", help="how weights are held on the ranks")
+    parser.add_argument(
+        "--device", default=None, help="device type; default: the accelerator of this machine, else cpu"
+    )
+    parser.add_argument(
+        "--max-tokens-per-sequence",
+        type=count,
+        help="cache length of one sequence (default 4096, or the model's context where that is shorter)",
+    )
+
+
+def number(text: str, kind: Callable[[str], float], what: str, is_good: Callable[[float], bool]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not is_good(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def count(text: str) -> int:
+    return int(number(text, int, "a number from 1", lambda value: value >= 1))
+
+
+def seconds(text: str) -> float:
+    return float(number(text, float, "a time in seconds above 0", lambda value: 0 < value < math.inf))
+
+
+def temperature(text: str) -> float:
+    return float(number(text, float, "a temperature from 0", lambda value: 0 <= value < math.inf))
+
+
+def chosen_layout(args: argparse.Namespace) -> Layout:
+    from workbench.placement import Layout, check_layout, choose_layout
+    from workbench.spec import read_spec
+
+    spec = read_spec(args.path)
+    if args.layout is None:
+        return choose_layout(spec, args.ranks or 1)
+    layout = Layout.parse(args.layout)
+    if args.ranks not in (None, layout.world_size):
+        raise LayoutError(f"--layout {layout} needs {layout.world_size} ranks, --ranks says {args.ranks}")
+    check_layout(spec, layout)
+    return layout
+
+
+@contextlib.contextmanager
+def deploy(args: argparse.Namespace) -> Iterator[Deployment]:
+    from workbench.cluster import default_device
+    from workbench.deployment import Deployment
+    from workbench.spec import read_spec
+    from workbench.view import terminal_progress
+
+    layout = chosen_layout(args)
+    with (
+        terminal_progress(layout.world_size) as progress,
+        Deployment.start(
+            args.path,
+            layout,
+            precision=args.precision,
+            device=args.device or default_device(),
+            max_tokens=args.max_tokens_per_sequence or min(4096, read_spec(args.path).max_context),
+            on_progress=None if args.json else progress,
+        ) as deployment,
+    ):
+        yield deployment
