@@ -24,7 +24,7 @@ from workbench.training.masters import Masters
 from workbench.training.optimiser import Optimiser
 from workbench.training.step import compute_gradients
 
-__all__ = ["FAULTS", "answer", "one_step", "run_to_the_end"]
+__all__ = ["FAULTS", "answer", "one_step", "run_to_the_end", "taught_tower"]
 
 FAULTS = ("enter sums nothing", "replicas keep their own gradient", "every replica takes the same packs")
 
@@ -93,5 +93,17 @@ def run_to_the_end(config: TrainConfig, layout: Layout, out: Path) -> None:
     ctx = make_context(layout)
     try:
         RankTrainer(config, out, ctx).run()
+    finally:
+        ctx.close()
+
+
+def taught_tower(config: TrainConfig, layout: Layout, out: Path) -> dict[str, torch.Tensor]:
+    """This rank's tower and projector after the lesson; nothing on a stage without them."""
+    ctx = make_context(layout)
+    try:
+        trainer = RankTrainer(config, out, ctx)
+        trainer.teach_tower()
+        views = trainer.masters.views
+        return {name: views[name].clone() for name in views if name.startswith(("vision.", "projector."))}
     finally:
         ctx.close()

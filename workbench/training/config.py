@@ -21,7 +21,7 @@ from workbench.serving.inputs.tokenizer_files import K3_RESERVED_OFFSETS, RESERV
 from workbench.spec import ModelSpec, SpecialTokens, parse_config
 from workbench.training.data.chats import Mixture
 
-__all__ = ["OptimiserConfig", "RunConfig", "TrainConfig", "read_config"]
+__all__ = ["OptimiserConfig", "RunConfig", "TowerConfig", "TrainConfig", "read_config"]
 
 T = TypeVar("T")
 
@@ -44,6 +44,22 @@ class OptimiserConfig:
     clip_norm: float = 1.0
     warmup_steps: int = 100
     final_share: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerConfig:
+    """A lesson for the vision tower alone before training step `at_step`: `steps` batches of `batch` labelled pictures.
+
+    At `steps` 0 there is none. Learning rates warm up and then fall along a cosine, as those of the run.
+    """
+
+    at_step: int = 0
+    steps: int = 0
+    batch: int = 96
+    adam_lr: float = 2e-3
+    muon_lr: float = 5e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +89,7 @@ class TrainConfig:
     sizes: Sizes
     optimiser: OptimiserConfig
     mixture: Mixture = field(default_factory=Mixture)
+    tower: TowerConfig = field(default_factory=TowerConfig)
     dtype: str = "float32"
     qat_start: float = 0.8
     balance_rate: float = 0.01
@@ -92,10 +109,20 @@ class TrainConfig:
             ),
             ("adam_lr is positive, muon_lr not negative", self.optimiser.adam_lr > 0 <= self.optimiser.muon_lr),
             ("warmup_steps lies in [0, steps)", 0 <= self.optimiser.warmup_steps < self.steps),
+            ("tower: at_step lies in [0, steps)", 0 <= self.tower.at_step < self.steps),
+            ("tower: steps is not negative, batch positive", self.tower.steps >= 0 < self.tower.batch),
+            ("tower: learning rates are positive", min(self.tower.adam_lr, self.tower.muon_lr) > 0),
             ("clip_norm is positive", self.optimiser.clip_norm > 0),
         ):
             if not is_good:
                 raise ConfigError(what, where=self.name, found=self)
+        if self.tower.steps and (self.tower.batch % self.run.layout.dp or self.run.layout.tp > 1):
+            raise ConfigError(
+                "the tower's lesson needs a whole tower on each replica and an equal share of pictures",
+                where=self.name,
+                found=f"batch {self.tower.batch} on {self.run.layout}",
+                next_step="Use tp1 and a batch that is a multiple of dp",
+            )
         if self.micro_batches % self.run.layout.dp:
             raise ConfigError(
                 "every replica takes the same number of micro-batches",
@@ -157,7 +184,7 @@ def read_config(path: Path | str) -> TrainConfig:
 
 
 def parse_recipe(content: Mapping[str, Any], *, where: str) -> TrainConfig:
-    """Recipe from the tables of its file: the plain keys, then [model], [optimiser], [mixture] and [run]."""
+    """Recipe from the tables of its file: the plain keys, then [model], [optimiser], [mixture], [tower] and [run]."""
     values = dict(content)
     sizes = _table(values, "model", where)
     full = sizes.get("full_attn_layers")
@@ -172,6 +199,7 @@ def parse_recipe(content: Mapping[str, Any], *, where: str) -> TrainConfig:
         values["sizes"] = cast(Sizes, _typed(Sizes, sizes, f"{where}, [model]"))
         values["optimiser"] = _record(OptimiserConfig, _table(values, "optimiser", where), f"{where}, [optimiser]")
         values["mixture"] = _record(Mixture, _table(values, "mixture", where), f"{where}, [mixture]")
+        values["tower"] = _record(TowerConfig, _table(values, "tower", where), f"{where}, [tower]")
         values["run"] = _record(RunConfig, run, f"{where}, [run]")
         return _record(TrainConfig, values, where)
     except (ValueError, LayoutError) as error:

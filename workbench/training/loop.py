@@ -4,6 +4,7 @@ Metrics are written by rank 0; kinds of records:
 
     run     at each start: layout, threads, parameters of the whole model
     step    loss and phase, learning rate share, gradient norm, tokens, samples, seconds, load: {layer: max / mean}
+    tower   of the vision tower's lesson, every now and then: loss, shares of right shapes, letters, bars
     exam    right answers by kind of question, held out
 """
 
@@ -37,10 +38,12 @@ from workbench.training.optimiser import Optimiser, learning_rate_share
 from workbench.training.quantise import AsPublished
 from workbench.training.sharding import whole_shapes
 from workbench.training.step import StepSums, compute_gradients
+from workbench.training.tower import TowerLesson
 
 __all__ = ["EXAM_KINDS", "METRICS", "STATES", "TOKENIZER", "RankTrainer"]
 
 METRICS, STATES, TOKENIZER = "metrics.jsonl", "states", "tokenizer"  # in the run's folder
+_TOWER_RECORD_STEPS = 20
 EXAM_KINDS = tuple(kind for kind in KINDS if kind != "caption")  # captions are long and have one right wording
 
 
@@ -98,6 +101,8 @@ class RankTrainer:
             layout, threads = str(self.ctx.layout), torch.get_num_threads()
             metrics.write("run", self.step, layout=layout, threads=threads, num_params=num_params)
         while self.step < self.config.steps:
+            if self.config.tower.steps and self.step == self.config.tower.at_step:
+                self.teach_tower(metrics)
             record = self.train_step()
             if metrics is not None:
                 metrics.write("step", self.step - 1, **record)
@@ -130,6 +135,23 @@ class RankTrainer:
         self.step += 1
         seconds = time.perf_counter() - started
         return self._record(sums, self._all_loads(loads), share, norm, is_quantised, seconds)
+
+    def teach_tower(self, metrics: MetricsWriter | None = None) -> None:
+        """The tower's lesson; a run that is resumed at its step, or before it, takes it from the start."""
+        if not self.ctx.is_first_stage:
+            return
+        masters, config = self.masters.views, self.config.tower
+        names = [name for name in masters if name.startswith(("vision.", "projector."))]
+        lesson = TowerLesson(self.spec, config, self.config.seed, {name: masters[name] for name in names}, self.ctx.dp)
+        started = time.perf_counter()
+        for step in range(config.steps):
+            record = lesson.step(step)
+            if metrics is not None and (step % _TOWER_RECORD_STEPS == 0 or step == config.steps - 1):
+                seconds = round(time.perf_counter() - started, 2)
+                marks = {name: round(value, 4) for name, value in record.items()}
+                metrics.write("tower", self.step, lesson_step=step, seconds=seconds, **marks)
+        for name, values in lesson.weights().items():
+            masters[name].copy_(values)
 
     def packs(self, step: int) -> list[PackedBatch]:
         """This replica's packs of a step: of all micro-batches every dp-th, so that any layout sees the same data."""

@@ -111,6 +111,9 @@ def describe_record(record: Mapping[str, Any], num_steps: int) -> str:
             f"{step}  loss {record['loss']:.4f}  {record['phase']}  grad {record['grad_norm']:.2f}  "
             f"load {load:.2f}  {record['tokens_per_s']:,.0f} tokens/s  {left / 60:.0f} min left"
         )
+    if record["kind"] == "tower":
+        marks = "  ".join(f"{name} {record[name]:.0%}" for name in ("shape", "letter", "picture"))
+        return f"{step}  tower lesson, batch {record['lesson_step'] + 1:,}: loss {record['loss']:.3f}  right: {marks}"
     if record["kind"] == "exam":
         marks = "  ".join(f"{kind} {right}/{num}" for kind, (right, num) in record["scores"].items())
         return f"{step}  held out: {marks}"

@@ -40,6 +40,7 @@ __all__ = [
     "Split",
     "blank_scene",
     "draw_scene",
+    "letter_centres",
     "make_scene",
     "scene_image",
     "split_of",
@@ -275,13 +276,30 @@ def draw_scene(scene: Scene) -> np.ndarray:
     if scene.bars:
         _draw_bars(canvas, scene.bars, rng)
     if scene.label:
-        mask = _fitting_text(scene.label.text.upper(), int(rng.integers(24, 37)), width - 6, height // 3 - 4)
+        mask, _ = _fitting_text(scene.label.text.upper(), int(rng.integers(24, 37)), width - 6, height // 3 - 4)
         _place(canvas, mask, _tinted(scene.label.colour, rng), scene.label.row, 1, rng)
     for figure in scene.figures:
         low, high = _RADIUS[figure.size]
         mask = _shape_mask(figure.shape, int(rng.integers(low, high + 1)))
         _place(canvas, mask, _tinted(figure.colour, rng), figure.row, figure.column, rng)
     return canvas
+
+
+def letter_centres(scene: Scene) -> list[tuple[str, float, float]]:
+    """Each letter of the label and the pixel (x, y) of its middle, as `draw_scene` draws it."""
+    if scene.label is None:
+        return []
+    (width, height), rng, text = scene.canvas, np.random.default_rng(scene.jitter), scene.label.text.upper()
+    mask, size = _fitting_text(text, int(rng.integers(24, 37)), width - 6, height // 3 - 4)
+    _tinted(scene.label.colour, rng)  # drawn from the same generator in between
+    top, left = _corner((height, width), mask.shape, scene.label.row, 1, rng)
+    font = _font(size * _OVERSAMPLE)
+    ends = [font.getlength(text[:idx]) / _OVERSAMPLE for idx in range(len(text) + 1)]
+    middle = top + mask.shape[0] / 2
+    return [
+        (letter, left + (start + end) / 2, middle)
+        for letter, start, end in zip(scene.label.text, ends[:-1], ends[1:], strict=True)
+    ]
 
 
 def scene_image(scene: Scene) -> Image.Image:
@@ -312,15 +330,23 @@ def _place(
     canvas: np.ndarray, mask: np.ndarray, colour: np.ndarray, row: int, column: int, rng: np.random.Generator
 ) -> None:
     """Blend `mask` (h, w) in 0..1 into the middle of a cell, shifted at random as far as the cell and canvas allow."""
-    height, width = canvas.shape[:2]
-    (mask_height, mask_width), (cell_height, cell_width) = mask.shape, (height / 3, width / 3)
+    top, left = _corner(canvas.shape[:2], mask.shape, row, column, rng)
+    window = canvas[top : top + mask.shape[0], left : left + mask.shape[1]]
+    opacity = mask[:, :, None]
+    window[:] = (window + opacity * (colour - window) + 0.5).astype(np.uint8)
+
+
+def _corner(
+    canvas: tuple[int, ...], mask: tuple[int, ...], row: int, column: int, rng: np.random.Generator
+) -> tuple[int, int]:
+    """(top, left) of a mask in the middle of a cell, shifted at random."""
+    (height, width), (mask_height, mask_width) = canvas, mask
+    cell_height, cell_width = height / 3, width / 3
     spare_y = min(3, max(0, int((cell_height - mask_height) / 2)))
     spare_x = min(3, max(0, int((cell_width - mask_width) / 2)), (width - mask_width) // 2)
     top = int((row + 0.5) * cell_height - mask_height / 2) + int(rng.integers(-spare_y, spare_y + 1))
     left = int((column + 0.5) * cell_width - mask_width / 2) + int(rng.integers(-spare_x, spare_x + 1))
-    window = canvas[top : top + mask_height, left : left + mask_width]
-    opacity = mask[:, :, None]
-    window[:] = (window + opacity * (colour - window) + 0.5).astype(np.uint8)
+    return top, left
 
 
 @lru_cache(maxsize=256)
@@ -355,12 +381,12 @@ _CORNERS = {  # in units of the side
 }
 
 
-def _fitting_text(text: str, size: int, width: int, height: int) -> np.ndarray:
-    """Mask of the text at the largest size up to `size` that fits; sizes down to 8 pixels are tried."""
+def _fitting_text(text: str, size: int, width: int, height: int) -> tuple[np.ndarray, int]:
+    """Mask of the text at the largest size up to `size` that fits, and that size; down to 8 pixels are tried."""
     for candidate in range(size, 7, -1):
         mask = _text_mask(text, candidate)
         if mask.shape[0] <= height and mask.shape[1] <= width:
-            return mask
+            return mask, candidate
     raise ValueError(f"{text!r} does not fit into {width} x {height} pixels")
 
 
