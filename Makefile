@@ -19,7 +19,7 @@ setup: $(STAMP)  ## virtual environment with pinned versions
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebook,app,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebook,app,serve,structured,dev]'
 	touch $@
 
 # The browser test needs a real Chromium; where a package manager can bring it, it does.

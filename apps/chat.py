@@ -9,7 +9,8 @@ alone, and it shows what the model wrote letter by letter, never as markup.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,22 @@ from apps.conversation import ChatService, Conversation, Options, stream_answer
 from workbench.base import WorkbenchError
 from workbench.checkpoint import read_origin
 from workbench.deployment import Deployment
+from workbench.exam.trained import is_trained_here
 from workbench.placement import Layout, choose_layout
 from workbench.serving import MultimodalInferenceService
 from workbench.serving.open import open_service
 from workbench.spec import read_spec
 from workbench.view import terminal_progress
 
-__all__ = ["build_app", "launch", "main", "running_service"]
+__all__ = ["build_app", "examples_for", "launch", "main", "running_service"]
 
-IMAGES = Path(__file__).resolve().parents[1] / "data" / "images"
-EXAMPLES = (
-    ("What does the picture show?", ("red_circle",)),
-    ("Which bar is the tallest?", ("three_bars",)),
-    ("Compare the two pictures.", ("house", "transparent_triangle")),
+DATA = Path(__file__).resolve().parents[1] / "data"
+IMAGES, SCENES = DATA / "images", DATA / "scenes"
+Example = tuple[str, tuple[Path, ...]]  # a question and its pictures
+EXAMPLES: tuple[Example, ...] = (
+    ("What does the picture show?", (IMAGES / "red_circle.png",)),
+    ("Which bar is the tallest?", (IMAGES / "three_bars.png",)),
+    ("Compare the two pictures.", (IMAGES / "house.png", IMAGES / "transparent_triangle.png")),
     ("What is a shard, and what is a rank?", ()),
 )
 MAX_UPLOAD = "20mb"
@@ -41,7 +45,23 @@ KEEP_UPLOADS_S = 3600
 CSS = '#chat button[title="Share"], #chat button[aria-label="Share"] { display: none; }'
 
 
-def build_app(service: ChatService, *, facts: str, max_tokens: int = 512, num_parallel: int = 4) -> gr.Blocks:
+def examples_for(model: Path) -> tuple[Example, ...]:
+    """Questions to try: about held-out scenes where the model was trained on others, else about plain drawings."""
+    if not is_trained_here(model):
+        return EXAMPLES
+    records = json.loads((SCENES / "questions.json").read_text(encoding="utf-8"))
+    scenes = [(record["question"], (SCENES / record["picture"],)) for record in records]
+    return (*scenes, ("Describe the picture.", scenes[0][1]), ("What is tensor parallelism?", ()))
+
+
+def build_app(
+    service: ChatService,
+    *,
+    facts: str,
+    examples: Sequence[Example] = EXAMPLES,
+    max_tokens: int = 512,
+    num_parallel: int = 4,
+) -> gr.Blocks:
     """The page over a service that is already running; `facts` (Markdown) says what is being talked to.
 
     At most `num_parallel` answers are under way at once, the others wait in the page's queue. Visitors share nothing
@@ -109,7 +129,7 @@ def build_app(service: ChatService, *, facts: str, max_tokens: int = 512, num_pa
                 0, 2, value=0, step=0.05, label="Temperature (0 takes the likeliest token)", elem_id="temperature"
             )
         gr.Examples(
-            [[{"text": text, "files": [str(IMAGES / f"{name}.png") for name in names]}] for text, names in EXAMPLES],
+            [[{"text": text, "files": [str(path) for path in pictures]}] for text, pictures in examples],
             inputs=[box],
             cache_examples=False,
         )
@@ -213,7 +233,14 @@ def main(arguments: list[str] | None = None) -> None:
             context=args.context,
         ) as (service, facts):
             longest = min(512, service.model.info.max_tokens)
-            launch(build_app(service, facts=facts, max_tokens=longest, num_parallel=args.slots), port=args.port)
+            app = build_app(
+                service,
+                facts=facts,
+                examples=examples_for(args.model),
+                max_tokens=longest,
+                num_parallel=args.slots,
+            )
+            launch(app, port=args.port)
     except WorkbenchError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -22,17 +22,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"base", "spec", "placement", "nn"},
     "loading": {"base", "spec", "checkpoint", "placement", "nn", "parallel"},
     "align": {"base", "spec", "checkpoint", "placement", "nn", "parallel", "loading"},
+    "quantize": {"base", "spec", "checkpoint", "nn"},
     "serving": _MODEL_SIDE,
     "deployment": _BELOW_DEPLOYMENT,
     "profiling": _BELOW_DEPLOYMENT | {"deployment"},
     "training": _BELOW_DEPLOYMENT | {"deployment"},
     "view": _BELOW_DEPLOYMENT | {"deployment", "profiling"},
+    "operators": {"base", "spec", "placement", "nn", "parallel", "cluster"},
+    "planner": {"base", "spec", "placement", "cluster", "operators"},
+    "rehearsal": _MODEL_SIDE | {"checkpoint", "cluster", "operators", "planner"},
     "report": {"base", "view"},
-    "day0": _BELOW_DEPLOYMENT | {"deployment", "profiling", "view", "report"},
+    "exam": _BELOW_DEPLOYMENT | {"training"},
+    "day0": _BELOW_DEPLOYMENT | {"deployment", "profiling", "view", "report", "training", "exam"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)  # the command line may import anything
 TOP_MODULES = {"__init__"}
-NO_TORCH = ("base", "spec", "checkpoint", "placement", "view", "report")  # a laptop is enough to read and count
+NO_TORCH = ("base", "spec", "checkpoint", "placement", "view", "report", "planner")  # a laptop is enough to read and count
 
 
 def imported_names(tree: ast.Module, package: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from scripted import ScriptedService
 
-from apps.chat import EXAMPLES, IMAGES, build_app, launch, main
+from apps.chat import EXAMPLES, build_app, examples_for, launch, main
 from apps.conversation import Conversation
 from workbench.base import RequestError
 
@@ -85,9 +85,15 @@ def test_a_stop_event_cancels_the_running_answer(app: gr.Blocks) -> None:
     assert functions[answer_idx].concurrency_limit == 4
 
 
-def test_every_example_has_its_pictures() -> None:
-    for _, names in EXAMPLES:
-        assert all((IMAGES / f"{name}.png").is_file() for name in names)
+def test_every_example_has_its_pictures(tmp_path: Path) -> None:
+    """A model that was trained on generated scenes is offered scenes, any other plain drawings."""
+    assert examples_for(ROOT / "data" / "k3-tiny") == EXAMPLES
+    (tmp_path / "origin.json").write_text('{"weights": "trained", "recipe": "small"}')
+    (tmp_path / "recipe.toml").write_text('name = "small"')
+    scenes = examples_for(tmp_path)
+    assert {path.parent.name for _, pictures in scenes for path in pictures} == {"scenes"}
+    for _, pictures in (*EXAMPLES, *scenes):
+        assert all(path.is_file() for path in pictures)
 
 
 @pytest.fixture

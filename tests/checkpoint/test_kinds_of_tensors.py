@@ -47,6 +47,14 @@ def test_l08_a_norm_of_zeros_is_an_error_and_a_bias_of_zeros_a_warning(f0: Path)
     assert found == {norm: "error", bias: "warning"}
 
 
+def test_l08_scores_of_a_mix_with_one_source_may_be_zero(f0: Path) -> None:
+    """Nothing is saved in front of the first sublayer, so these are never trained; those of the next one are."""
+    first, second = (f"{PREFIX}{layer}.self_attention_res_proj.weight" for layer in (0, 1))
+    plant_zero_scales(f0, [first, second])
+    found = {finding.tensor: finding.severity for finding in audit(f0).of_kind("zero_tensor")}
+    assert found == {first: "info", second: "warning"}
+
+
 # L14 transposed weights
 
 

@@ -24,7 +24,7 @@ from workbench.spec import read_spec
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "data" / "k3-tiny"
 HOUSE = ROOT / "data" / "images" / "house.png"
-COMMANDS = ("inspect", "audit", "devices", "load", "generate", "day0", "compare")
+COMMANDS = ("inspect", "audit", "devices", "load", "generate", "day0", "compare", "train", "exam", "rehearse")
 
 Call = Callable[..., Any]
 
@@ -78,6 +78,8 @@ def test_every_command_explains_itself_and_has_a_json_form(command: str, capsys:
         (["generate", TINY, "hi", "--temperature", "nan"], "'nan' is not a temperature from 0"),
         (["day0", TINY, "--max-first-token-s", "0"], "'0' is not a time in seconds above 0"),
         (["compare", "one"], "required: new"),
+        (["exam", TINY, "--per-kind", "0"], "'0' is not a number from 1"),
+        (["exam", TINY, "--control", "red"], "invalid choice: 'red'"),
     ],
 )
 def test_a_question_that_cannot_be_asked_is_a_usage_error(call: Call, arguments: list[object], message: str) -> None:

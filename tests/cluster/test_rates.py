@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from workbench.base import ConfigError
 from workbench.cluster import (
+    measure_copy,
     measure_disk_read,
     measure_matmul,
     measure_memory_copy,
@@ -107,3 +109,44 @@ def test_survey_prints_and_saves_what_was_found() -> None:
     assert survey.host in text
     assert "torch" in text
     assert survey._repr_html_().count("<table>") == 2
+
+
+def test_direct_reads_go_past_the_page_cache_whatever_the_sizes(tmp_path: Path) -> None:
+    """Whole blocks, a last part of a block, and a file smaller than a sector."""
+    (tmp_path / "a").write_bytes(b"x" * (3 * 4096 * 16))
+    (tmp_path / "b").write_bytes(b"y" * 70_001)
+    (tmp_path / "c").write_bytes(b"z" * 7)
+    try:
+        os.close(os.open(tmp_path / "a", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system does not read directly")
+    rate = measure_disk_read(tmp_path, block_bytes=4096 * 16, is_direct=True)
+    assert f"{3 * 4096 * 16 + 70_001 + 7:,} bytes of 3 files" in rate.source
+    assert "O_DIRECT" in rate.source
+
+
+def test_a_file_system_that_reads_nothing_directly_is_refused_and_left_out_of_the_survey(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 5000)
+    sound = os.open
+
+    def refusing(path: Path, flags: int, *more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return sound(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(ConfigError, match="not read directly"):
+        measure_disk_read(tmp_path, is_direct=True)
+    survey = survey_machine(folder=tmp_path, features=False, rates=False)
+    assert survey.disk_read is not None
+    assert survey.disk_direct is None
+
+
+def test_device_memory_copy_is_measured_in_a_child_and_a_failure_is_a_gap() -> None:
+    rate = measure_copy("cpu")
+    assert rate is not None
+    assert rate.unit == "B/s"
+    assert rate.value > 1e7
+    assert measure_copy("no_such_device") is None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workbench.base import LayoutError, LoadError
 from workbench.checkpoint import Checkpoint, k3_config, write_checkpoint
-from workbench.loading import LoadProgress, load_rank, load_sharded_weights
+from workbench.loading import LoadProgress, load_rank, load_sharded_weights, stream
 from workbench.nn.batch import TokenBatch
 from workbench.nn.model import Model
 from workbench.placement import Layout
@@ -149,10 +149,8 @@ def test_unknown_precision_and_unfit_layout_are_refused(sound: Path) -> None:
 
 
 def test_progress_is_throttled_ascends_and_ends_with_everything(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from workbench.loading import load
-
     for interval, most in ((0.0, 10_000), (3600.0, 2)):
-        monkeypatch.setattr(load, "PROGRESS_INTERVAL_S", interval)
+        monkeypatch.setattr(stream, "PROGRESS_INTERVAL_S", interval)
         heard: list[LoadProgress] = []
         loaded = load_sharded_weights(sound / "F0", device="cpu", window_bytes=1 << 17, progress=heard.append)
         assert 2 <= len(heard) <= most

@@ -18,6 +18,7 @@ from workbench.base import CheckpointError, LoadError
 from workbench.checkpoint import Checkpoint
 from workbench.loading import LoadedModel, LoadProgress, ShardReader, load_rank, load_sharded_weights
 from workbench.loading import load as load_module
+from workbench.loading import stream as stream_module
 from workbench.loading.schedule import Batch, Chunk
 from workbench.placement import Layout
 
@@ -183,7 +184,7 @@ class Scribbling(ShardReader):
         super().fill(batch, slot)
 
 
-class Keeping(load_module._Writer):
+class Keeping(load_module.Writer):
     """Stores a view of the staged bytes where it can, instead of copying them."""
 
     def _write_chunk(self, chunk: Chunk, staged: Tensor) -> None:
@@ -208,7 +209,7 @@ def test_l20_nothing_keeps_a_view_of_the_reused_buffer(
         return [name for name, value in model.named_parameters() if not torch.equal(value, expected[name])]
 
     assert differing() == []
-    monkeypatch.setattr(load_module, "_Writer", Keeping)
+    monkeypatch.setattr(load_module, "Writer", Keeping)
     assert differing(), "a writer that keeps views goes unnoticed"
 
 
@@ -276,7 +277,7 @@ def test_a_plan_that_doubles_or_forgets_a_tensor_is_caught_by_the_ledger(
     sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ledger knows the model, not the plan: a fault in planning or scheduling cannot pass."""
-    schedule = load_module.schedule
+    schedule = stream_module.schedule
 
     def doubled(plan: object, window: object) -> object:
         batches = list(schedule(plan, window))  # type: ignore[arg-type]
@@ -287,9 +288,9 @@ def test_a_plan_that_doubles_or_forgets_a_tensor_is_caught_by_the_ledger(
         kept = [c for c in batches[0].chunks if c.assignment.param != "layers.0.mixer_norm.weight"]
         return iter([Batch(batches[0].reads, tuple(kept), batches[0].used_bytes), *batches[1:]])
 
-    monkeypatch.setattr(load_module, "schedule", doubled)
+    monkeypatch.setattr(stream_module, "schedule", doubled)
     with pytest.raises(LoadError, match=r"written twice: rows 0..128 of layers.0"):
         load(sound / "F0")
-    monkeypatch.setattr(load_module, "schedule", shortened)
+    monkeypatch.setattr(stream_module, "schedule", shortened)
     with pytest.raises(LoadError, match=r"2 problems: missing: layers.0.mixer_norm.weight rows 0..128; left over"):
         load(sound / "F0")

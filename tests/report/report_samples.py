@@ -57,6 +57,8 @@ def sample_report(text: Callable[[str], str] = lambda plain: plain, **changes: A
         first_token_s=0.042,
         end_to_end_s=0.11,
         note=t("greedy"),
+        expected=t("A green card."),
+        is_right=False,
     )
     section = Section(
         title=t("Loading"),

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from workbench.align.reference import Trace
@@ -47,8 +47,14 @@ class Capture:
         for name, source in self.sources.items():
             path, _, side = source.partition(":")
             if path in modules and not source.startswith(CACHE_SOURCE):  # another stage has the other layers
-                hook = self._hook(name, *side.split("."))
-                self._handles.append(modules[path].register_forward_hook(hook))
+                side, *steps = side.split(".")
+                hook = self._hook(name, steps)
+                # An input is read before others may replace it (see `replay.py`).
+                self._handles.append(
+                    modules[path].register_forward_pre_hook(lambda _module, args, hook=hook: hook(args[0]))
+                    if side == "in"
+                    else modules[path].register_forward_hook(lambda _module, _args, output, hook=hook: hook(output))
+                )
         return self
 
     def __exit__(
@@ -94,9 +100,8 @@ class Capture:
                     found[name] = _copy(value[:num_tokens] if table == "latent" else value)
         return found
 
-    def _hook(self, name: str, side: str, *steps: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            value = args[0] if side == "in" else output
+    def _hook(self, name: str, steps: list[str]) -> Callable[[Any], None]:
+        def hook(value: Any) -> None:
             for step in steps:
                 value = value[int(step)] if step.isdecimal() else getattr(value, step)
             if isinstance(value, tuple):

@@ -13,7 +13,7 @@ from workbench.align.tolerance import FP32_TOLERANCE, Limit, Limits
 from workbench.align.trace import forward_order, layer_of, produced_by, short_name
 from workbench.base import Cell, Table
 
-__all__ = ["Comparison", "TensorDiff", "compare_traces"]
+__all__ = ["Comparison", "TensorDiff", "aligned", "compare_traces"]
 
 ROUTER_CHOICES = "topk_idx"
 ROUTER_WEIGHTS = "topk_w"
@@ -216,7 +216,7 @@ def compare_traces(
     """
     diffs = []
     for name in forward_order(expected.keys() & found.keys()):
-        want, have = _aligned(name, expected[name], found[name])
+        want, have = aligned(name, expected[name], found[name])
         stem, limit = name.removesuffix(short_name(name)), tolerance.limit(name)
         if short_name(name) == ROUTER_CHOICES:
             excuse = expected.get(stem + ROUTER_REGRET, expected.get(stem + ROUTER_MARGIN))
@@ -236,7 +236,7 @@ def compare_traces(
     )
 
 
-def _aligned(name: str, expected: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+def aligned(name: str, expected: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
     """The comparable parts: last rows of a longer trace, and as many convolution inputs as both sides keep."""
     if short_name(name) == CONV_INPUTS and expected.ndim == found.ndim:
         kept = min(expected.shape[-1], found.shape[-1])  # one less than the kernel is enough to go on

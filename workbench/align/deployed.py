@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from workbench.align.merge import merge_ranks
-from workbench.align.parity import ParityPrompt, TraceForward
+from workbench.align.parity import ParityPrompt, TraceForward, TraceReplay
 from workbench.align.reference import Trace
+from workbench.align.replay import given_for_rank
 from workbench.align.sources import CACHE_SOURCE, in_trace_form, trace_sources
 from workbench.base import DeploymentError, RequestError
 from workbench.placement import Layout
 from workbench.spec import ModelSpec
 
-__all__ = ["TraceSource", "deployment_forward"]
+__all__ = ["TraceSource", "deployment_forward", "deployment_replay"]
 
 
 class TraceSource(Protocol):
@@ -50,14 +51,31 @@ class _PlacedImage:
 
 def deployment_forward(deployment: TraceSource) -> TraceForward:
     """A forward for `check_parity` that runs every prompt on the ranks of `deployment`."""
+    replay = deployment_replay(deployment)
+
+    def forward(prompts: Sequence[ParityPrompt]) -> list[Trace]:
+        return list(replay(prompts, []))
+
+    return forward
+
+
+def deployment_replay(deployment: TraceSource) -> TraceReplay:
+    """A replay for `align_model` on the ranks of `deployment`: each rank gets its pieces of the given tensors."""
     spec, layout = deployment.spec, deployment.layout
     sources = trace_sources(spec)
 
-    def forward(prompts: Sequence[ParityPrompt]) -> list[Trace]:
+    def replay(prompts: Sequence[ParityPrompt], given: Sequence[Mapping[str, Tensor]]) -> list[Trace]:
+        options = {}
+        if given:
+            coords = [layout.coords(rank) for rank in range(layout.world_size)]
+            options["given"] = [
+                given_for_rank(given[at.dp :: layout.dp], spec, layout, rank) for rank, at in enumerate(coords)
+            ]
         result = deployment.forward(
             [prompt.token_ids for prompt in prompts],
             [_placed(prompt, spec) for prompt in prompts],
             capture=list(dict.fromkeys(sources.values())),
+            **options,
         )
         lengths = [len(prompt.token_ids) for prompt in prompts]
         per_rank = [
@@ -71,7 +89,7 @@ def deployment_forward(deployment: TraceSource) -> TraceForward:
             merged.append(merge_ranks({rank: per_rank[rank][position] for rank in ranks}, spec, layout, dp=replica))
         return merged
 
-    return forward
+    return replay
 
 
 def _cut(

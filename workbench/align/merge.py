@@ -19,7 +19,7 @@ from workbench.base import DeploymentError
 from workbench.placement import Layout, rule_for
 from workbench.spec import ModelSpec
 
-__all__ = ["merge_ranks", "undo_split"]
+__all__ = ["merge_ranks", "redo_split", "undo_split"]
 
 REPLICA_TOLERANCE = 1e-2  # relative; beyond it two copies of one value have parted, whatever the device's rounding
 
@@ -59,18 +59,33 @@ def undo_split(name: str, pieces: Sequence[Tensor], spec: ModelSpec, layout: Lay
     """
     if len(pieces) == 1:
         return pieces[0]
-    split, layer = _SPLITS.get(short_name(name)), layer_of(name)
-    if split is not None and layer is not None:
-        rule = rule_for(spec, layout, f"layers.{layer}.{split.param}")
-        if rule.dim == 0 and split.relation == "made by rows":
+    split = _split_of(name, spec, layout)
+    if split is not None:
+        if split.relation != "summed over columns":
             return torch.cat(list(pieces), split.dim)
-        if rule.dim == 1 and split.relation == "consumed by columns":
-            return torch.cat(list(pieces), split.dim)
-        if rule.dim == 1 and split.relation == "summed over columns":
-            return torch.stack([piece.to(torch.float64) for piece in pieces]).sum(0).to(pieces[0].dtype)
+        return torch.stack([piece.to(torch.float64) for piece in pieces]).sum(0).to(pieces[0].dtype)
     for tp_rank, piece in enumerate(pieces[1:], 1):
         _check_copy(name, pieces[0], piece, tp_rank)
     return pieces[0]
+
+
+def redo_split(name: str, whole: Tensor, spec: ModelSpec, layout: Layout, tp_rank: int) -> Tensor:
+    """The piece of `whole` that a tp rank holds: `undo_split` gives `whole` back. The first rank holds all of a sum."""
+    split = _split_of(name, spec, layout) if layout.tp > 1 else None
+    if split is None:
+        return whole
+    if split.relation == "summed over columns":
+        return whole if tp_rank == 0 else torch.zeros_like(whole)
+    return whole.chunk(layout.tp, split.dim)[tp_rank]
+
+
+def _split_of(name: str, spec: ModelSpec, layout: Layout) -> _Split | None:
+    """How a tensor is split under `layout`, None where every tp rank holds it whole."""
+    split, layer = _SPLITS.get(short_name(name)), layer_of(name)
+    if split is None or layer is None:
+        return None
+    rule = rule_for(spec, layout, f"layers.{layer}.{split.param}")
+    return split if rule.dim == (0 if split.relation == "made by rows" else 1) else None
 
 
 def _check_copy(name: str, first: Tensor, other: Tensor, tp_rank: int) -> None:

@@ -17,6 +17,7 @@ from workbench.align.compare import Comparison, compare_traces
 from workbench.align.parity_report import GreedyCheck, ParityReport
 from workbench.align.reference import ReferencePrompt, Trace, choices_of, reference_traces
 from workbench.align.reference_vision import ReferenceImage
+from workbench.align.replay import given_for_rank, replaying
 from workbench.align.tolerance import FP32_TOLERANCE, MeasuredTolerance, RoundingTolerance, Tolerance
 from workbench.align.trace import short_name
 from workbench.align.yardstick import ExactAndNoise, noisy_references
@@ -24,8 +25,9 @@ from workbench.base import RequestError
 from workbench.nn.batch import TokenBatch
 from workbench.nn.cache import StateCache
 from workbench.nn.model import Model
+from workbench.placement import Layout
 
-__all__ = ["ParityPrompt", "TraceForward", "check_parity", "model_forward"]
+__all__ = ["ParityPrompt", "TraceForward", "TraceReplay", "check_parity", "model_forward", "model_replay"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class ParityPrompt:
 
 # From prompts to one trace each: a model in this process (`model_forward`) or a deployment's merged ranks.
 TraceForward = Callable[[Sequence[ParityPrompt]], Sequence[Trace]]
+# The same, every step computed from the given tensors of each prompt (see `replay.py`).
+TraceReplay = Callable[[Sequence[ParityPrompt], Sequence[Mapping[str, Tensor]]], Sequence[Trace]]
 
 
 def _is_captured(name: str) -> bool:
@@ -179,9 +183,19 @@ def _check_greedy_by_yardstick(
 
 def model_forward(model: Model, *, keep: Callable[[str], bool] | None = None) -> TraceForward:
     """Traces of a whole model in this process: all prompts as one ragged batch, with the state it leaves in a cache."""
+    replay = model_replay(model, keep=keep)
+
+    def forward(prompts: Sequence[ParityPrompt]) -> list[Trace]:
+        return list(replay(prompts, []))
+
+    return forward
+
+
+def model_replay(model: Model, *, keep: Callable[[str], bool] | None = None) -> TraceReplay:
+    """`model_forward` with every step computed from given tensors."""
 
     @torch.no_grad()
-    def forward(prompts: Sequence[ParityPrompt]) -> list[Trace]:
+    def replay(prompts: Sequence[ParityPrompt], given: Sequence[Mapping[str, Tensor]]) -> list[Trace]:
         batch = _batch_of(model, prompts)
         device = batch.token_ids.device
         cache = StateCache(
@@ -192,11 +206,12 @@ def model_forward(model: Model, *, keep: Callable[[str], bool] | None = None) ->
             dtype=model.dtype,
             device=device,
         )
-        with Capture(model) if keep is None else Capture(model, keep=keep) as capture:
+        own = given_for_rank(given, model.spec, Layout(), 0)
+        with Capture(model) if keep is None else Capture(model, keep=keep) as capture, replaying(model, own):
             model(batch, cache=cache)
         return capture.traces(batch, cache)
 
-    return forward
+    return replay
 
 
 def _batch_of(model: Model, prompts: Sequence[ParityPrompt]) -> TokenBatch:

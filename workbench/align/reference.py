@@ -115,6 +115,7 @@ def reference_traces(
     keep: Callable[[str], bool] = _keep_all,
     take: Take | None = None,
     follow: Sequence[Mapping[str, Tensor]] | None = None,
+    held: Callable[[str, Tensor], Tensor] | None = None,
 ) -> list[Trace]:
     """What the model in folder `root` computes on each prompt, as one trace per prompt, in `dtype` on the CPU.
 
@@ -132,12 +133,13 @@ def reference_traces(
     rounding tipped to another expert stays comparable; with a whole trace, every tensor is computed from the other's
     inputs, and differs by what one step does. States are recorded, not followed. `topk_idx` still records the own
     choice, and `route_regret` (T,) by how much its last expert outscores the lowest followed one (0 where the choices
-    agree, infinity for a choice that is none).
+    agree, infinity for a choice that is none). `held(name, values)` gives the weights that are computed with, where
+    those are not the published ones.
 
     Raises CheckpointError for a missing tensor, RequestError for placeholders that do not match the pictures.
     """
     config, text, vision = read_reference_config(root)
-    with PublishedWeights(root, dtype) as weights:
+    with PublishedWeights(root, dtype, change=held) as weights:
         rows, image_traces = [], []
         for prompt in prompts:
             images = [reference_vision(weights, config, vision, x, bf16_grid=prompt.bf16_grid) for x in prompt.images]

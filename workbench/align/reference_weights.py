@@ -7,6 +7,7 @@ code of the rest of the package, so that a mistake there cannot repeat itself he
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -55,9 +56,17 @@ class PublishedWeights:
     CheckpointError for a name that no file has.
     """
 
-    def __init__(self, root: Path | str, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        root: Path | str,
+        dtype: torch.dtype = torch.float64,
+        *,
+        change: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        """`change(name, values)` replaces what is read: weights held otherwise than they were published."""
         self.root = Path(root)
         self.dtype = dtype
+        self._change = change
         self._open = ExitStack()
         self._path: Path | None = None
         self._handle: Any = None
@@ -100,8 +109,8 @@ class PublishedWeights:
 
     def __call__(self, name: str) -> Tensor:
         """The tensor in `dtype`; an MXFP4 pair `<name>_packed`, `<name>_scale` is decoded."""
-        if name in self._files:
-            return self.raw(name).to(self.dtype)
-        if f"{name}_packed" in self._files:
-            return decode_mxfp4_plainly(self.raw(f"{name}_packed"), self.raw(f"{name}_scale"), self.dtype)
-        return self.raw(name).to(self.dtype)
+        if name not in self._files and f"{name}_packed" in self._files:
+            values = decode_mxfp4_plainly(self.raw(f"{name}_packed"), self.raw(f"{name}_scale"), self.dtype)
+        else:
+            values = self.raw(name).to(self.dtype)
+        return values if self._change is None else self._change(name, values)

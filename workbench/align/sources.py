@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.align.trace import layer_of, short_name
 from workbench.spec import KDASpec, ModelSpec, MoESpec
 
-__all__ = ["CACHE_SOURCE", "FINAL_NAMES", "in_trace_form", "trace_sources"]
+__all__ = ["CACHE_SOURCE", "FINAL_NAMES", "in_model_form", "in_trace_form", "trace_sources"]
 
 CACHE_SOURCE = "cache."
 FINAL_NAMES = ("final_mix", "final_hidden", "logits")  # computed only for the rows whose logits are wanted
@@ -46,7 +46,7 @@ _BY_HEAD = ("kda_q", "kda_k", "kda_v", "kda_g", "kda_o")
 
 def trace_sources(spec: ModelSpec) -> dict[str, str]:
     """Trace name -> source, in forward order within each layer."""
-    sources = {"inputs_embeds": "layers.0.mixer_norm:in"}  # before anything is saved the first layer reads it unmixed
+    sources = {"inputs_embeds": "layers.0:in.running"}
     for layer in spec.layers:
         i = layer.layer_idx
         is_kda = isinstance(layer.mixer, KDASpec)
@@ -71,3 +71,12 @@ def in_trace_form(name: str, value: Tensor, spec: ModelSpec) -> Tensor:
         assert isinstance(mixer, KDASpec)
         return value.unflatten(-1, (-1, mixer.head_dim))
     return value.transpose(0, 1) if name == "blocks" else value
+
+
+def in_model_form(name: str, value: Tensor) -> Tensor:
+    """The inverse of `in_trace_form` for tensors between two modules: channels in one row again.
+
+    The heads' norm reads its input by head, as the trace shows it.
+    """
+    is_by_head = short_name(name) in _BY_HEAD and short_name(name) != "kda_o"
+    return value.flatten(-2) if is_by_head and value.ndim == 3 else value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from workbench.align.trace import short_name
 
 __all__ = [
     "BF16_TOLERANCE",
+    "FP32_NOISE",
     "FP32_TOLERANCE",
     "Limit",
     "Limits",
@@ -117,10 +118,18 @@ class RoundingTolerance:
     grids: tuple[float, ...]
     reason: str
 
+    def scaled(self, factor: float) -> RoundingTolerance:
+        """The same for a difference that is `factor` times as noisy."""
+        if factor == 1.0:
+            return self
+        names = ("factor", "end_factor", "peak_factor", "stretch_factor", "choice_factor", "token_factor")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
     def describe(self) -> str:
         return (
-            f"{self.factor:g} yardsticks step by step and {self.end_factor:g} end to end (one is how far bf16 "
-            f"roundings move the reference itself, at least {self.floor:.1e}): {self.reason}"
+            f"{self.factor:g} yardsticks step by step and {self.end_factor:g} end to end (one is how far "
+            f"{'bf16' if self.grids else 'float32'} roundings move the reference itself, at least {self.floor:.1e}): "
+            f"{self.reason}"
         )
 
 
@@ -215,6 +224,20 @@ BF16_TOLERANCE = RoundingTolerance(
     min_tokens=4,
     grids=BF16_GRIDS,
     reason="another order of roundings is another draw of the same noise, seen up to 2.1 and 3.5",
+)
+# The noise of float32 is that of one pass of the reference in it, accumulations included; sums in another order, and a
+# recurrence taken in chunks instead of token by token, draw it anew and somewhat larger.
+FP32_NOISE = RoundingTolerance(
+    factor=12.0,
+    end_factor=24.0,
+    peak_factor=24.0,
+    stretch_factor=48.0,
+    choice_factor=24.0,
+    token_factor=24.0,
+    floor=2.0**-22,
+    min_tokens=4,
+    grids=(),
+    reason="sums in another order are another draw of the same noise",
 )
 # mxfp4: the published weights, exactly; activations in bf16.
 _BY_PRECISION: dict[str, Tolerance | RoundingTolerance] = {

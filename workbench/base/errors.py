@@ -9,9 +9,11 @@ __all__ = [
     "ImageError",
     "LayoutError",
     "LoadError",
+    "PromptTooLongError",
     "QueueFullError",
     "RequestError",
     "TokenizerError",
+    "TraceError",
     "UnsupportedModelError",
     "WorkbenchError",
     "WorkerDiedError",
@@ -83,12 +85,20 @@ class TokenizerError(WorkbenchError):
     """A tokenizer file is missing, unreadable or disagrees with the model."""
 
 
+class TraceError(WorkbenchError):
+    """A trace folder, captured by someone else, is incomplete, contradictory, hostile or of another model."""
+
+
 class ImageError(WorkbenchError):
     """An image cannot be decoded or breaks a limit."""
 
 
 class RequestError(WorkbenchError):
     """A request is malformed or breaks a limit; the service stays up."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt, or the prompt and the answer asked for, have no room in the cache."""
 
 
 class QueueFullError(RequestError):

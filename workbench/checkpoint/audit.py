@@ -10,6 +10,7 @@ from workbench.base import CheckpointError, ConfigError, human
 from workbench.checkpoint.content import WINDOWS_PER_FILE, padding_findings, sample_file, scan_file
 from workbench.checkpoint.files import Survey, survey_folder
 from workbench.checkpoint.findings import AuditReport, ContentCheck, Finding, merged
+from workbench.checkpoint.ghost_mark import GhostMark, ghost_problems, read_ghost_mark
 from workbench.checkpoint.header import ShardHeader
 from workbench.checkpoint.names import check_pairs, check_tensors, match_names, name_findings
 from workbench.spec import ModelSpec, TensorSpec, read_spec, resolve_quant_rules
@@ -59,8 +60,13 @@ def audit(root: Path | str, *, deep: bool | None = None) -> AuditReport:
             findings += padding_findings(root, expected, survey.located)
     if not survey.headers:
         skipped |= dict.fromkeys(("ranges", "index", "shapes", "padding"), "no readable header")
-    content = _check_contents(survey, expected, deep, findings)
-    if content.mode == "none":
+    mark = _check_ghost(survey, findings)
+    if mark is None:
+        content = _check_contents(survey, expected, deep, findings)
+    else:
+        total = sum(header.file_bytes for header in survey.headers.values())
+        content = ContentCheck(mode="ghost", bytes_read=0, bytes_total=total, note="a ghost has none")
+    if content.mode in ("none", "ghost"):
         skipped["contents"] = content.note
     return AuditReport(
         root=str(root),
@@ -72,6 +78,25 @@ def audit(root: Path | str, *, deep: bool | None = None) -> AuditReport:
         seconds=time.perf_counter() - started,
         skipped=skipped,
     )
+
+
+def _check_ghost(survey: Survey, findings: list[Finding]) -> GhostMark | None:
+    """Findings about a mark and the files beside it; returns the mark of a folder that is a ghost throughout."""
+    try:
+        mark = read_ghost_mark(survey.root)
+    except CheckpointError as error:
+        findings.append(Finding(kind="ghost_mark", severity="error", message=str(error)))
+        return None
+    problems = list(ghost_problems(survey.root, mark, survey.headers.values()))
+    findings += (
+        Finding(kind=x.kind, severity="error" if x.is_error else "warning", file=x.file, message=x.message)
+        for x in problems
+    )
+    if mark is None or any(problem.is_error for problem in problems):
+        return None
+    message = f"this is a ghost (names from {mark.names_from}): files of full size that hold no weights"
+    findings.append(Finding(kind="ghost", severity="info", message=message))
+    return mark
 
 
 def _pair_findings(survey: Survey) -> Iterator[Finding]:

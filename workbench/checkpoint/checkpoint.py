@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workbench.base import CheckpointError
+from workbench.checkpoint.ghost_mark import GhostMark, sound_ghost
 from workbench.checkpoint.header import ShardHeader, TensorEntry, open_regular, read_header
 from workbench.checkpoint.index import find_index, read_index
 from workbench.spec import ModelSpec, read_spec
@@ -28,13 +29,15 @@ class Checkpoint:
     index: Mapping[str, str] | None  # tensor name -> file name; None where the folder has no index
     headers: Mapping[str, ShardHeader]  # file name -> header
     entries: Mapping[str, TensorEntry]  # tensor name -> where it lies
+    ghost: GhostMark | None = None  # set where the files are holes of full size: every value is expected to be zero
 
     @classmethod
     def open(cls, root: Path | str) -> Checkpoint:
         """Read config, index and all headers of a folder.
 
         Raises ConfigError for the config, CheckpointError for a missing, torn, over-long or contradictory file, naming
-        the file and the tensors lost. Neither names nor contents are held against the model here: see `audit`.
+        the file and the tensors lost, and where weights and a ghost are mixed up. Neither names nor contents are held
+        against the model here: see `audit`.
         """
         root = Path(root)
         spec = read_spec(root)
@@ -49,7 +52,9 @@ class Checkpoint:
         for header in headers.values():
             for problem in header.problems:
                 raise CheckpointError(problem.message, where=root / header.file, next_step="Run `workbench audit`")
-        return cls(root=root, spec=spec, index=index, headers=headers, entries=_locate(root, index, headers))
+        entries = _locate(root, index, headers)
+        ghost = sound_ghost(root, headers)
+        return cls(root=root, spec=spec, index=index, headers=headers, entries=entries, ghost=ghost)
 
     @property
     def total_bytes(self) -> int:
@@ -85,7 +90,8 @@ class Checkpoint:
         return len(self.entries)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({str(self.root)!r}: {len(self)} tensors in {len(self.headers)} files)"
+        kind = "" if self.ghost is None else "ghost, "
+        return f"Checkpoint({str(self.root)!r}: {kind}{len(self)} tensors in {len(self.headers)} files)"
 
 
 def list_shards(root: Path) -> list[str]:

@@ -26,6 +26,7 @@ FindingKind = Literal[
     "padding", "padding_not_zero",
     "zero_extent", "zero_rows", "zero_tensor", "zero_scale", "nan_scale", "scale_range", "unreadable",
     "quant_rule",
+    "ghost", "ghost_mark", "ghost_values", "ghost_filled",
 ]  # fmt: skip
 
 
@@ -75,6 +76,11 @@ CHECKS = (
             "zero_extent", "zero_rows", "zero_tensor", "zero_scale", "nan_scale", "scale_range", "unreadable",
         ),
     ),
+    Check(
+        name="ghost",
+        question="weights and files without weights are not mixed up",
+        kinds=("ghost", "ghost_mark", "ghost_values", "ghost_filled"),
+    ),
     Check(name="rules", question="quantisation rules of the config agree with the tensor names", kinds=("quant_rule",)),
 )  # fmt: skip
 
@@ -116,9 +122,12 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContentCheck:
-    """How much of the data was looked at: `full` reads every byte, `sampled` evenly spaced windows, `none` nothing."""
+    """How much of the data was looked at: `full` reads every byte, `sampled` evenly spaced windows, `none` nothing.
 
-    mode: Literal["full", "sampled", "none"]
+    `ghost`: there is no data; that the files are holes was asked of the file system.
+    """
+
+    mode: Literal["full", "sampled", "none", "ghost"]
     bytes_read: int
     bytes_total: int
     note: str
@@ -143,6 +152,11 @@ class AuditReport:
     @property
     def ok(self) -> bool:
         return not self.errors
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether the files say that they hold no weights; everything but contents was checked all the same."""
+        return self.content.mode == "ghost"
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -181,6 +195,7 @@ class AuditReport:
 
     def summary(self) -> str:
         verdict = "sound" if self.ok else f"NOT sound: {len(self.errors)} errors"
+        verdict = f"ghost, no weights in it, otherwise {verdict}" if self.is_ghost else verdict
         return (
             f"{self.root}: {verdict}, {len(self.warnings)} warnings. {self.num_tensors:,} tensors, "
             f"{human(self.tensor_bytes, 'B')} in {self.num_files} files, audited in {self.seconds:.2f} s"
@@ -198,6 +213,7 @@ class AuditReport:
         return {
             "root": self.root,
             "ok": self.ok,
+            "is_ghost": self.is_ghost,
             "num_files": self.num_files,
             "num_tensors": self.num_tensors,
             "tensor_bytes": self.tensor_bytes,

@@ -18,6 +18,7 @@ from workbench.checkpoint.checkpoint import list_shards
 from workbench.checkpoint.header import read_header
 from workbench.checkpoint.index import ShardIndex, find_index, read_index
 from workbench.checkpoint.names import NameMatch, match_names
+from workbench.checkpoint.origin import read_origin
 from workbench.spec import ModelCounts, ModelSpec, TensorSpec, count_model, read_spec
 
 __all__ = ["InspectReport", "NameSummary", "ShardSummary", "inspect_checkpoint"]
@@ -51,6 +52,7 @@ class ShardSummary:
     tensor_bytes: int
     bytes_by_dtype: dict[str, int]
     unreadable: dict[str, str]  # file -> reason
+    is_ghost: bool = False  # the folder is marked: files of full size that hold no weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +120,10 @@ class InspectReport:
         if (shards := self.shards) is not None:
             by_dtype = ", ".join(f"{dtype} {human(size, 'B')}" for dtype, size in shards.bytes_by_dtype.items())
             rows += [
+                *(
+                    [("what they hold", "nothing: this is a ghost, files of full size without weights")]
+                    * shards.is_ghost
+                ),
                 ("files here", shards.num_files),
                 ("tensors in them", shards.num_tensors),
                 ("bytes of tensors in them", shards.tensor_bytes),
@@ -182,6 +188,7 @@ def _read_shards(root: Path) -> tuple[set[str], ShardSummary | None]:
         tensor_bytes=sum(by_dtype.values()),
         bytes_by_dtype=dict(by_dtype),
         unreadable=unreadable,
+        is_ghost=read_origin(root).is_ghost,
     )
 
 

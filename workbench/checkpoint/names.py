@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from workbench.checkpoint.findings import Finding
 from workbench.checkpoint.header import TensorEntry
-from workbench.spec import ModelSpec, TensorSpec, module_kind, published_tensors
+from workbench.spec import ModelSpec, TensorSpec, draft_tensors, module_kind, published_tensors
 
 __all__ = ["NameMatch", "check_pairs", "check_tensors", "fits", "match_names", "name_findings"]
 
@@ -31,7 +31,8 @@ class NameMatch:
     """Names of a checkpoint sorted by what the model makes of them.
 
     `mtp` and `beyond` hold names of layers after the last one, by layer number (-1 where the name has none): draft
-    layers that say so themselves, and layers that look like ordinary ones. `stacked` are experts stored as one tensor.
+    layers that say so themselves, and layers that look like ordinary ones. `stacked` are experts stored as one tensor
+    where the model has them apart. `draft` are names of the draft layers that the config announces.
     """
 
     expected: Mapping[str, TensorSpec]
@@ -41,6 +42,7 @@ class NameMatch:
     mtp: Mapping[int, tuple[str, ...]]
     beyond: Mapping[int, tuple[str, ...]]
     stacked: tuple[str, ...]
+    draft: tuple[str, ...] = ()
 
     @property
     def is_bijection(self) -> bool:
@@ -50,12 +52,16 @@ class NameMatch:
 
 def match_names(spec: ModelSpec, names: Collection[str]) -> NameMatch:
     """Sort `names` against the published tensors of a model. About two seconds for half a million."""
+    announced = {tensor.name for tensor in draft_tensors(spec)}
     expected = {tensor.name: tensor for tensor in published_tensors(spec)}
     held = names if isinstance(names, (Mapping, Set)) else frozenset(names)
-    unknown, stacked = [], []
+    unknown, stacked, draft = [], [], []
     extra_layers: dict[int, list[str]] = {}
     for name in names:
         if name in expected:
+            continue
+        if name in announced:
+            draft.append(name)
             continue
         layer = _LAYER.search(name)
         if layer is not None and int(layer[1]) >= spec.num_layers:
@@ -75,6 +81,7 @@ def match_names(spec: ModelSpec, names: Collection[str]) -> NameMatch:
         mtp={idx: tuple(group) for idx, group in extra_layers.items() if is_mtp[idx]},
         beyond={idx: tuple(group) for idx, group in extra_layers.items() if not is_mtp[idx]},
         stacked=tuple(stacked),
+        draft=tuple(draft),
     )
 
 
@@ -95,6 +102,12 @@ def name_findings(
         what = f"layer {idx}, after the last of {spec.num_layers}," if idx >= 0 else "this group"
         message = f"{what} is a multi-token-prediction layer; the config announces none and it is not loaded"
         yield Finding(kind="mtp_layer", severity="warning", file=files.get(group[0]), tensors=group, message=message)
+    if match.draft:
+        assert spec.draft is not None
+        message = f"{spec.draft.num_layers} announced multi-token-prediction layers; kept apart and not loaded"
+        yield Finding(
+            kind="mtp_layer", severity="info", file=files.get(match.draft[0]), tensors=match.draft, message=message
+        )
     for idx, group in match.beyond.items():
         message = (
             f"the config has {spec.num_layers} layers (0..{spec.num_layers - 1}) and this is layer {idx}; "
@@ -180,8 +193,10 @@ def _turned(spec: ModelSpec, want: TensorSpec) -> tuple[tuple[int, ...], ...]:
     """Shapes that this tensor would have if the matrix behind it had been stored transposed."""
     if len(want.shape) < 2:
         return ()
-    if want.part == "weight":
-        return (want.shape[::-1],)
+    if want.part == "weight" and not want.is_quantised:
+        return (want.shape[::-1],) if want.num_stacked is None else ((want.shape[0], *want.shape[:0:-1]),)
+    if want.part not in ("weight_packed", "weight_scale") or len(want.shape) != 2 or want.dtype != "U8":
+        return ()
     rows, columns = want.shape
     unit = 2 if want.part == "weight_packed" or spec.quant is None else spec.quant.group_size
     # The stored array turned, and the logical matrix turned before it was packed along its columns.
@@ -201,13 +216,15 @@ def _refused(kind: str, spec: ModelSpec, entry: TensorEntry, want: TensorSpec, f
 
 def _rule(spec: ModelSpec, want: TensorSpec) -> str:
     place = f"fills {want.param}" + (f", expert {want.expert}" if want.expert is not None else "")
-    if want.part == "weight_packed":
+    if want.part == "weight_packed" and want.dtype == "U8":
         return f"{place}, two 4-bit codes per byte along columns"
-    if want.part == "weight_scale":
+    if want.part == "weight_scale" and want.dtype == "U8":
         group = spec.quant.group_size if spec.quant else 0
         return f"{place}, one exponent byte per {group} columns, value 2**(byte - 127)"
     if want.used_rows is not None:
         return f"{place}, at least {want.used_rows} entries, the rest zero"
+    if want.is_quantised:
+        return f"{place}, {want.part} of a quantised matrix"
     return f"{place}, role {want.role}"
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from workbench.base import CheckpointError
 from workbench.checkpoint.checkpoint import list_shards
 from workbench.checkpoint.synthetic_config import k3_config, preprocessor_config
-from workbench.checkpoint.writer import encode_array, write_index, write_shard
+from workbench.checkpoint.writer import deal_per_layer, encode_array, write_index, write_shard
 from workbench.spec import ModelSpec, TensorSpec, parse_config, published_tensors
 
 __all__ = ["pack_nibbles", "write_checkpoint"]
@@ -101,20 +101,11 @@ def _mtp_tensors(spec: ModelSpec, layer_idx: int) -> list[TensorSpec]:
 
 
 def _deal(tensors: list[TensorSpec], shards: int | None, layout: FileLayout, seed: int) -> list[list[TensorSpec]]:
-    groups: dict[object, list[TensorSpec]] = {}
-    for tensor in tensors:
-        key = tensor.role if tensor.role in ("projector", "vision") else "edge"
-        groups.setdefault(key if tensor.layer is None else tensor.layer, []).append(tensor)
-    count = len(groups) if shards is None else shards
-    if layout == "mixed":
-        shuffled = random.Random(seed).sample(tensors, len(tensors))
-        return [shuffled[number::count] for number in range(count)]
-    ordered = list(groups.values())
-    count = min(count, len(ordered))
-    joined: list[list[TensorSpec]] = [[] for _ in range(count)]
-    for position, group in enumerate(ordered):
-        joined[position * count // len(ordered)].extend(group)
-    return joined
+    if layout == "per_layer":
+        return deal_per_layer(tensors, shards)
+    shuffled = random.Random(seed).sample(tensors, len(tensors))
+    count = len(deal_per_layer(tensors)) if shards is None else shards
+    return [shuffled[number::count] for number in range(count)]
 
 
 def _draw(spec: ModelSpec, tensor: TensorSpec, seed: int) -> bytes:

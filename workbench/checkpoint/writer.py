@@ -14,7 +14,7 @@ from workbench.base import CheckpointError, num_bytes
 from workbench.checkpoint.index import INDEX_NAME
 from workbench.spec import TensorSpec
 
-__all__ = ["encode_array", "to_bf16", "write_index", "write_shard"]
+__all__ = ["deal_per_layer", "encode_array", "shard_header", "to_bf16", "write_index", "write_shard"]
 
 _NUMPY = {"F32": np.float32, "F16": np.float16, "U8": np.uint8}
 
@@ -38,20 +38,8 @@ def write_shard(path: Path, tensors: Iterable[TensorSpec], data: Callable[[Tenso
     Raises CheckpointError where `data` returns another number of bytes than dtype and shape need.
     """
     tensors = list(tensors)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        size = num_bytes(tensor.dtype, tensor.shape)
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data begins 8-byte aligned, as the safetensors library writes it
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(shard_header(tensors))
         for tensor in tensors:
             piece = data(tensor)
             if len(piece) != tensor.num_bytes:
@@ -59,7 +47,37 @@ def write_shard(path: Path, tensors: Iterable[TensorSpec], data: Callable[[Tenso
                     f"{tensor.name}: wrong number of bytes", where=path, found=len(piece), expected=tensor.num_bytes
                 )
             file.write(piece)
-    return offset
+    return sum(tensor.num_bytes for tensor in tensors)
+
+
+def shard_header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What stands before the data of a file that holds `tensors` in the order given: length and JSON."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + num_bytes(tensor.dtype, tensor.shape)
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data begins 8-byte aligned, as the safetensors library writes it
+    return struct.pack("<Q", len(text)) + text
+
+
+def deal_per_layer(tensors: Iterable[TensorSpec], num_files: int | None = None) -> list[list[TensorSpec]]:
+    """Tensors by file as K3 is published: a file per layer, then vocabulary and final norms, projector, tower.
+
+    `num_files` joins neighbours to fewer files.
+    """
+    groups: dict[object, list[TensorSpec]] = {}
+    for tensor in tensors:
+        key = tensor.role if tensor.role in ("projector", "vision") else "edge"
+        groups.setdefault(key if tensor.layer is None else tensor.layer, []).append(tensor)
+    ordered = list(groups.values())
+    count = len(ordered) if num_files is None else min(num_files, len(ordered))
+    joined: list[list[TensorSpec]] = [[] for _ in range(count)]
+    for position, group in enumerate(ordered):
+        joined[position * count // len(ordered)].extend(group)
+    return joined
 
 
 def write_index(root: Path, files: Mapping[str, str], total_size: int) -> Path:

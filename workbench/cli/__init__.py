@@ -13,13 +13,45 @@ from collections.abc import Sequence
 
 from workbench import __version__
 from workbench.base import WorkbenchError
-from workbench.cli import acceptance, deployed, machine, model, train
+from workbench.cli import (
+    acceptance,
+    align,
+    deployed,
+    exam,
+    families,
+    machine,
+    model,
+    operators,
+    plan,
+    quantize,
+    rehearsal,
+    serve,
+    sweep,
+    topology,
+    train,
+)
 from workbench.cli.arguments import Parser, UsageError
 from workbench.cli.show import print_error, say
 
 __all__ = ["main"]
 
-COMMANDS = (model, machine, deployed, acceptance, train)  # in the order of the help
+COMMANDS = (
+    model,
+    families,
+    operators,
+    machine,
+    topology,
+    plan,
+    deployed,
+    serve,
+    align,
+    quantize,
+    sweep,
+    acceptance,
+    train,
+    exam,
+    rehearsal,
+)  # in the order of the help
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRECISIONS",
+    "PRECISION_NAMES",
     "Commands",
     "Parser",
     "UsageError",
@@ -26,11 +27,13 @@ __all__ = [
     "deploy",
     "deployment_arguments",
     "number",
+    "precision",
     "seconds",
     "temperature",
 ]
 
 PRECISIONS = ("fp32", "bf16", "fp8", "int8", "int4", "mxfp4")
+PRECISION_NAMES = f"{'|'.join(PRECISIONS)}|MAP.json"
 Commands = argparse._SubParsersAction  # what a command is added to
 
 
@@ -54,11 +57,19 @@ def command(commands: Commands, name: str, run: object, help_text: str) -> argpa
     return parser
 
 
-def deployment_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="checkpoint folder")
+def deployment_arguments(
+    parser: argparse.ArgumentParser, *, path_type: Callable[[str], object] = Path, path_help: str = "checkpoint folder"
+) -> None:
+    parser.add_argument("path", type=path_type, help=path_help)
     parser.add_argument("--ranks", type=count, help="number of processes; a layout is chosen (default 1)")
     parser.add_argument("--layout", help="layout such as tp2, pp2xtp4, dp2xep2:all_to_all (instead of --ranks)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="mxfp4", help="how weights are held on the ranks")
+    parser.add_argument(
+        "--precision",
+        type=precision,
+        default="mxfp4",
+        metavar=PRECISION_NAMES,
+        help="how weights are held on the ranks (default mxfp4)",
+    )
     parser.add_argument(
         "--device", default=None, help="device type; default: the accelerator of this machine, else cpu"
     )
@@ -81,6 +92,17 @@ def number(text: str, kind: Callable[[str], float], what: str, is_good: Callable
 
 def count(text: str) -> int:
     return int(number(text, int, "a number from 1", lambda value: value >= 1))
+
+
+def precision(text: str) -> str:
+    """A name, or a precision map, which ranks read themselves: as an absolute path."""
+    if text in PRECISIONS:
+        return text
+    if text.endswith(".json"):
+        return str(Path(text).resolve())
+    raise argparse.ArgumentTypeError(
+        f"invalid choice: {text!r} (choose from {', '.join(PRECISIONS)}, or a precision map, *.json)"
+    )
 
 
 def seconds(text: str) -> float:
@@ -106,7 +128,7 @@ def chosen_layout(args: argparse.Namespace) -> Layout:
 
 
 @contextlib.contextmanager
-def deploy(args: argparse.Namespace) -> Iterator[Deployment]:
+def deploy(args: argparse.Namespace, *, num_slots: int = 8) -> Iterator[Deployment]:
     from workbench.cluster import default_device
     from workbench.deployment import Deployment
     from workbench.spec import read_spec
@@ -120,6 +142,7 @@ def deploy(args: argparse.Namespace) -> Iterator[Deployment]:
             layout,
             precision=args.precision,
             device=args.device or default_device(),
+            num_slots=num_slots,
             max_tokens=args.max_tokens_per_sequence or min(4096, read_spec(args.path).max_context),
             on_progress=None if args.json else progress,
         ) as deployment,

@@ -21,9 +21,14 @@ def add(commands: Commands) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from workbench.checkpoint import inspect_checkpoint
+    from workbench.base import UnsupportedModelError
+    from workbench.checkpoint import inspect_checkpoint, inspect_unknown
 
-    show(args, inspect_checkpoint(args.path))
+    try:
+        show(args, inspect_checkpoint(args.path))
+    except UnsupportedModelError:  # no family, or one that knows a setting it cannot read: guesses, and the reason
+        show(args, inspect_unknown(args.path))
+        return 1
     return 0
 
 

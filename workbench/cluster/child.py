@@ -32,6 +32,8 @@ def main() -> int:
                 tasks.run_feature(argument, request["device"])
             elif kind == "matmul":
                 value = tasks.matmul_rate(argument, request["device"])
+            elif kind == "copy":
+                value = tasks.copy_rate(request["device"])
             else:
                 raise ValueError(f"unknown task {kind!r}")
         except Exception as caught:  # the device's answer, whatever it is, is the result

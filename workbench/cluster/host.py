@@ -6,6 +6,7 @@ percentile of the window times), since other work on the machine can only add ti
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import time
@@ -19,7 +20,7 @@ import numpy as np
 from workbench.base import ConfigError, Quantity
 from workbench.cluster.probe import run_probe
 
-__all__ = ["MatmulRate", "measure_disk_read", "measure_matmul", "measure_memory_copy"]
+__all__ = ["MatmulRate", "measure_copy", "measure_disk_read", "measure_matmul", "measure_memory_copy"]
 
 MATMUL_DTYPES = ("float32", "bfloat16", "float16")
 MATMUL_SECONDS = 60.0
@@ -63,33 +64,54 @@ def measure_memory_copy(*, threads: int | None = None, size_bytes: int = 64 << 2
 
 
 def measure_disk_read(
-    folder: Path | str, *, max_bytes: int = 1 << 30, block_bytes: int = 8 << 20, evict: bool = True
+    folder: Path | str,
+    *,
+    max_bytes: int = 1 << 30,
+    block_bytes: int = 8 << 20,
+    evict: bool = True,
+    is_direct: bool = False,
 ) -> Quantity:
-    """B/s of reading the files of `folder` once, one thread, buffered, largest first, up to `max_bytes`.
+    """B/s of reading the files of `folder` once, one thread, largest first, up to `max_bytes`; buffered, or with
+    `is_direct` past this kernel's page cache (O_DIRECT).
 
-    Files are evicted from this kernel's page cache first where it allows that; a cache below it (a virtual machine's
-    host, a network file server) cannot be seen from here. Raises ConfigError where there is nothing to read.
+    Buffered files are evicted from the page cache first where the kernel allows that; a cache below it (a virtual
+    machine's host, a network file server) cannot be seen from here. Raises ConfigError where there is nothing to read,
+    or where the file system does not read directly.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError("not a folder", where=folder)
     files = sorted((p for p in folder.iterdir() if p.is_file()), key=lambda p: p.stat().st_size, reverse=True)
-    buffer = bytearray(block_bytes)
+    buffer = mmap.mmap(-1, block_bytes)  # starts on a page, as direct reads need it
+    flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if is_direct else 0)
     total, elapsed, num_evicted, num_files = 0, 0.0, 0, 0
     for path in files:
         if total >= max_bytes:
             break
-        with path.open("rb", buffering=0) as file:
-            num_evicted += evict and _evict(file.fileno())
-            start = time.perf_counter()
-            while total < max_bytes and (count := file.readinto(buffer)):
-                total += count
-            elapsed += time.perf_counter() - start
+        try:
+            fd = os.open(path, flags)
+            try:
+                num_evicted += evict and not is_direct and _evict(fd)
+                start, before = time.perf_counter(), total
+                # The last block of a file ends it: past it a direct read would start off the block size.
+                while total < max_bytes and (count := os.preadv(fd, [buffer], total - before)):
+                    total += count
+                    if is_direct and count < block_bytes:
+                        break
+                elapsed += time.perf_counter() - start
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if not is_direct:
+                raise
+            raise ConfigError(f"files here are not read directly: {error}", where=folder) from None
         num_files += 1
+    buffer.close()
     if not total:
         raise ConfigError("no bytes to read in this folder", where=folder)
     state = "evicted from the page cache first" if num_evicted == num_files else "maybe in the page cache"
-    conditions = f"{total:,} bytes of {num_files} files in {folder}, buffered, 1 thread, {state}"
+    way = "O_DIRECT, 1 thread" if is_direct else f"buffered, 1 thread, {state}"
+    conditions = f"{total:,} bytes of {num_files} files in {folder}, {way}"
     return Quantity(total / max(elapsed, 1e-9), "B/s", "measured", conditions)
 
 
@@ -120,6 +142,18 @@ def measure_matmul(
             MatmulRate(device=device, dtype=result.argument, rate=rate, reason=result.error.partition("\n")[0])
         )
     return tuple(rates)
+
+
+def measure_copy(device: str, *, time_limit_s: float = MATMUL_SECONDS) -> Quantity | None:
+    """B/s of copying memory of `device` (torch's name), read and write counted, measured in a child process; None where
+    the device does not do it."""
+    (answer,) = run_probe([("copy", "")], device=device, time_limit_s=time_limit_s)
+    if answer.error:
+        return None
+    assert isinstance(answer.value, dict)
+    conditions = f"copy of {answer.value['size'] >> 20} MiB, {device}"
+    conditions += f", {answer.value['threads']} threads" if device == "cpu" else ""
+    return Quantity(answer.value["bytes_per_s"], "B/s", "measured", conditions)
 
 
 def _tenth_percentile(seconds: list[float]) -> float:

@@ -1,7 +1,8 @@
 """What a device can do, found out by doing it: small computations with checked results. Runs inside the probe child.
 
 Every task takes a torch device and raises where the device cannot do it or the numbers come out wrong; a driver that
-says yes and answers wrongly counts as no. This is the only module of the room that imports torch.
+says yes and answers wrongly counts as no. This module and `link_operations` are the only ones of the room that import
+torch when imported.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["FEATURES", "describe_accelerators", "matmul_rate", "run_feature"]
+__all__ = ["FEATURES", "copy_rate", "describe_accelerators", "matmul_rate", "run_feature"]
 
 WINDOW_S = 0.05  # shortest timed run that is trusted
 NUM_WINDOWS = 7
 MAX_MATMUL_SIZE = 8192
+COPY_BYTES = {"cpu": 256 << 20, "": 1 << 30}
 # Inputs stay small, so that a slow software path still answers within the time limit.
 M, K, N = 48, 64, 80
 
@@ -207,3 +209,26 @@ def matmul_rate(dtype_name: str, device_name: str) -> dict[str, object]:
     windows = [seconds(size, repeats) for _ in range(NUM_WINDOWS)]
     best = statistics.quantiles(windows, n=10, method="inclusive")[0]
     return {"flops_per_s": 2 * size**3 / best, "size": size, "threads": torch.get_num_threads()}
+
+
+def copy_rate(device_name: str) -> dict[str, object]:
+    """B/s of copying device memory, read and write counted, with the size it was taken at: well above any cache."""
+    device = torch.device(device_name)
+    size = COPY_BYTES["cpu" if device.type == "cpu" else ""]
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+
+    def window(repeats: int) -> float:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            target.copy_(source)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return (time.perf_counter() - start) / repeats
+
+    window(1)
+    repeats = max(1, round(WINDOW_S / window(1)))
+    best = statistics.quantiles([window(repeats) for _ in range(NUM_WINDOWS)], n=10, method="inclusive")[0]
+    return {"bytes_per_s": 2 * size / best, "size": size, "threads": torch.get_num_threads()}

@@ -10,7 +10,7 @@ from workbench.base import ConfigError, short_repr
 from workbench.report import Gate
 from workbench.report.gates import Relation, Value
 
-__all__ = ["GATES", "GateBook", "GateForm"]
+__all__ = ["GATES", "KNOWN_ANSWER_GATES", "GateBook", "GateForm", "gate_forms"]
 
 RUNTIME, OPERATORS, FRAMEWORK, APPLICATION = (
     "driver and runtime",
@@ -108,6 +108,34 @@ GATES: Mapping[str, GateForm] = {
     ),
 }
 
+# Asked in addition where the right answers are known.
+KNOWN_ANSWER_GATES: Mapping[str, GateForm] = {
+    "answers.correct": GateForm(
+        layer=APPLICATION,
+        question="Are held-out questions about pictures and facts answered as expected? (share right)",
+        threshold=0.8,
+        relation=">=",
+    ),
+    "answers.blank": GateForm(
+        layer=APPLICATION,
+        question="Without its picture, is the same question no longer answered right? (share right by guessing)",
+        threshold=0.4,  # guessing from the words gives about an eighth, and never this much in so few questions
+        relation="<=",
+    ),
+}
+
+
+def gate_forms(*, has_known_answers: bool) -> Mapping[str, GateForm]:
+    """The gates of a run, in order; those about right answers follow the others about answers."""
+    if not has_known_answers:
+        return GATES
+    forms: dict[str, GateForm] = {}
+    for gate_id, form in GATES.items():
+        forms[gate_id] = form
+        if gate_id == "answers.looks":
+            forms |= KNOWN_ANSWER_GATES
+    return forms
+
 
 class GateBook:
     """Collects values for the forms; what nobody measured is reported as not measured, with the reason.
@@ -139,6 +167,10 @@ class GateBook:
             raise KeyError(prefix)
         for gate_id in gate_ids:
             self._reasons.setdefault(gate_id, reason)
+
+    def asks(self, gate_id: str) -> bool:
+        """Whether this run has such a gate."""
+        return gate_id in self._forms
 
     def found(self, gate_id: str) -> Gate | None:
         """The gate with its value, where it has one."""

@@ -17,13 +17,14 @@ from pathlib import Path
 from workbench.base import ConfigError, Table, WorkbenchError, human
 from workbench.checkpoint import audit, inspect_checkpoint, read_origin
 from workbench.cluster import MachineSurvey, default_device, host_device, survey_machine
-from workbench.day0.gates import GateBook
+from workbench.day0.gates import GateBook, gate_forms
 from workbench.day0.serve import measure_answers
 from workbench.day0.verify import measure_parity
 from workbench.deployment import Deployment, LoadSummary
+from workbench.exam.trained import is_trained_here
 from workbench.placement import Layout, check_layout
 from workbench.report import Day0Report, SampleAnswer, Section
-from workbench.spec import ModelSpec, published_tensors, read_spec
+from workbench.spec import ModelSpec, published_tensors, read_spec, require_runnable
 from workbench.view import LoadWatch, bytes_by_role, load_timeline, terminal_progress
 
 __all__ = ["run_day0"]
@@ -67,8 +68,10 @@ def run_day0(
     """
     root, began = Path(root), time.perf_counter()
     spec, layout = read_spec(root), layout or Layout()
+    require_runnable(spec)
     check_layout(spec, layout)
-    found = Findings(gates=GateBook(limits=limits), say=say or (lambda line: None))
+    forms = gate_forms(has_known_answers=is_trained_here(root) and spec.vision is not None)
+    found = Findings(gates=GateBook(forms, limits=limits), say=say or (lambda line: None))
     if out is not None:
         _make_folder(Path(out))  # before the work, not after it
     device = default_device() if device in (None, "auto") else device

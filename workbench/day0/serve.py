@@ -12,6 +12,7 @@ from PIL import Image
 
 from workbench.base import WorkbenchError
 from workbench.day0.gates import GateBook
+from workbench.day0.known import measure_known_answers
 from workbench.day0.prompts import IMAGE_QUESTIONS, draw_pictures, text_questions
 from workbench.deployment import Deployment
 from workbench.profiling import RequestTiming, summarise
@@ -63,6 +64,8 @@ def measure_answers(
             say(asked.line())
             return asked
 
+        if gates.asks("answers.correct"):
+            measure_known_answers(gates, sections, answers, service, say=say)
         questions = text_questions(ranks.info.max_tokens)
         texts = [ask(f"text, {label}", question) for label, question in questions.items()]
         _count(gates, "answers.text", texts, ", ".join(questions))

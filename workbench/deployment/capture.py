@@ -12,7 +12,7 @@ module; a rank of a later pipeline stage has no early layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -42,7 +42,13 @@ def capturing(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, np.n
                 continue
             module_name, side, path = _parse(name)
             if module_name in modules:
-                handles.append(modules[module_name].register_forward_hook(_hook(values, name, side, path)))
+                hook = _hook(values, name, path)
+                # An input is read before others may replace it.
+                handles.append(
+                    modules[module_name].register_forward_pre_hook(lambda _module, args, hook=hook: hook(args[0]))
+                    if side == "in"
+                    else modules[module_name].register_forward_hook(lambda _module, _args, out, hook=hook: hook(out))
+                )
         yield values
     finally:
         for handle in handles:
@@ -78,9 +84,8 @@ def _parse(name: str) -> tuple[str, str, list[str]]:
     return module_name, side, path
 
 
-def _hook(values: dict[str, np.ndarray], name: str, side: str, path: list[str]):  # type: ignore[no-untyped-def]
-    def hook(_module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        value: object = args[0] if side == "in" else output
+def _hook(values: dict[str, np.ndarray], name: str, path: list[str]) -> Callable[[object], None]:
+    def hook(value: object) -> None:
         for step in path:
             value = value[int(step)] if step.isdecimal() else getattr(value, step)  # type: ignore[index]
         if isinstance(value, tuple):

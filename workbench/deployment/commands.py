@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from workbench.align.replay import replaying
 from workbench.base import DeploymentError, LoadError
 from workbench.deployment.capture import capturing, read_cache, to_numpy
 from workbench.deployment.records import LoadProgress, LoadReport, RankStats
@@ -134,13 +135,14 @@ class RankCommands:
         images: Sequence[EncodeImage],
         capture: Sequence[str],
         use_cache: bool,
+        given: Mapping[str, np.ndarray],
     ) -> tuple[list[np.ndarray] | None, dict[str, np.ndarray]]:
         """Whole sequences of this replica: logits (n, V) float32 of each on the sampler, and captured values."""
         runner = self.runner
         kept = dict(runner.features)
         try:
             runner.encode_images(images)
-            with capturing(self._model.model, capture) as values:
+            with capturing(self._model.model, capture) as values, replaying(self._model.model, given):
                 logits, cache = runner.logits_of(steps, use_cache=use_cache)
         finally:
             runner.features = kept

@@ -36,7 +36,7 @@ from workbench.serving.steps import (
     StepInput,
     runner_info,
 )
-from workbench.spec import ModelSpec, read_spec
+from workbench.spec import ModelSpec, read_spec, require_runnable
 
 __all__ = ["Deployment", "Timeouts"]
 
@@ -105,6 +105,7 @@ class Deployment:
         """
         layout, timeouts = layout or Layout(), timeouts or Timeouts()
         spec = read_spec(model_path)
+        require_runnable(spec)
         check_layout(spec, layout)
         runner_info(spec, layout, num_slots=num_slots, max_tokens=max_tokens)
         folder = Path(tempfile.mkdtemp(prefix="workbench-"))  # only its owner may enter
@@ -273,12 +274,14 @@ class Deployment:
         *,
         capture: Sequence[str] = (),
         use_cache: bool = True,
+        given: Sequence[Mapping[str, np.ndarray]] | None = None,
     ) -> ForwardResult:
         """Logits of every token of whole sequences, without touching the slots; for comparison with a reference.
 
         Sequences are dealt over the replicas in turn; `images` has those of each sequence, placed. `capture` names
         values as `workbench.deployment.capture` describes; a replica's captured rows are those of its sequences, one
-        behind another. `use_cache=False` computes as training does, without writing state.
+        behind another. `use_cache=False` computes as training does, without writing state. `given` has for each rank
+        values to go on with in place of its own, by source, as `workbench.align.replay` makes them.
         """
         inputs: list[list[SequenceStep]] = [[] for _ in range(self.layout.dp)]
         encode: list[dict[str, EncodeImage]] = [{} for _ in range(self.layout.dp)]
@@ -305,8 +308,9 @@ class Deployment:
                         "images": list(encode[at.dp].values()),
                         "capture": list(capture),
                         "use_cache": use_cache,
+                        "given": {} if given is None else dict(given[rank]),
                     }
-                    for at in self._coords
+                    for rank, at in enumerate(self._coords)
                 ],
             ),
         )

@@ -1,10 +1,12 @@
 """Bytes to ranks: a dry run over headers, exact reads through a bounded window, and a ledger of every row written."""
 
 from workbench.loading.ledger import Ledger, LedgerEntry, SourceRef
-from workbench.loading.load import LoadedModel, LoadProgress, LoadStats, load_rank, load_sharded_weights
+from workbench.loading.load import LoadedModel, LoadStats, load_rank, load_sharded_weights
+from workbench.loading.pieces import Piece, PiecewiseLoad, PreparedLoad, load_in_pieces, prepare_load
 from workbench.loading.plan import Assignment, Extent, LoadPlan, Source, plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window, schedule
+from workbench.loading.stream import LoadProgress
 from workbench.loading.transform import Transform
 
 __all__ = [
@@ -16,14 +18,19 @@ __all__ = [
     "LoadProgress",
     "LoadStats",
     "LoadedModel",
+    "Piece",
+    "PiecewiseLoad",
+    "PreparedLoad",
     "ReadPolicy",
     "ShardReader",
     "Source",
     "SourceRef",
     "Transform",
     "Window",
+    "load_in_pieces",
     "load_rank",
     "load_sharded_weights",
     "plan_load",
+    "prepare_load",
     "schedule",
 ]

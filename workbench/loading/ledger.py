@@ -23,6 +23,7 @@ __all__ = ["Ledger", "LedgerEntry", "SourceRef"]
 BLOCK = 1 << 18  # elements looked at together by a content check; its float copy stays in the processor's cache
 SHOWN = 8
 NAN_SCALE = 255.0  # of an E8M0 exponent
+GHOST_WARNING = "a ghost was loaded: there are no weights, every value is zero"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,22 @@ class LedgerEntry:
 
 
 class Ledger:
-    """Entries of one rank. `record` while loading, `close` at the end, then read `entries`, `warnings`, `summary()`."""
+    """Entries of one rank. `record` while loading, `close` at the end, then read `entries`, `warnings`, `summary()`.
+
+    `is_ghost`: the files say that they hold no weights, so zeros are what must come, and nothing else.
+    """
 
     def __init__(
-        self, model: nn.Module, *, rank: int = 0, check: bool = True, device: torch.device | str = "cpu"
+        self,
+        model: nn.Module,
+        *,
+        rank: int = 0,
+        check: bool = True,
+        device: torch.device | str = "cpu",
+        is_ghost: bool = False,
     ) -> None:
-        self.rank, self.check = rank, check
-        self.warnings: list[str] = []
+        self.rank, self.check, self.is_ghost = rank, check, is_ghost
+        self.warnings: list[str] = [GHOST_WARNING] if is_ghost else []
         self._entries = {(entry.name, entry.slot): entry for entry in _entries_of(model)}
         self._places = {key: place for place, key in enumerate(self._entries)}
         # Per entry: sum of squares, all-zero rows, largest stored scale byte (-1: none seen). One table made before the
@@ -137,6 +147,8 @@ class Ledger:
         """Add rows of the stored scale that go with a tensor."""
         if self.check and scale.numel():
             highest = self._table[self._places[name, slot], 2]
+            if scale.dtype != torch.uint8:  # in the terms of scale bytes: 0 is zero, 255 is NaN
+                scale = torch.where(scale.isfinite(), (scale != 0).to(torch.uint8), NAN_SCALE)
             torch.maximum(highest, scale.amax().float(), out=highest)
 
     def close(self, planned: Iterator[str] | None = None) -> None:
@@ -172,7 +184,11 @@ class Ledger:
             entry.norm, entry.zero_rows = square**0.5, int(zero_rows)
             is_scale = entry.name.endswith(".weight_scale")
             names = ", ".join(source.name for source in entry.sources)
-            if not math.isfinite(square):
+            if self.is_ghost:
+                is_made_here = is_scale and "encode" in entry.transform
+                if (square or scale_peak > 0) and not is_made_here:
+                    yield f"not zero, in files that are marked as a ghost: {entry.label} (from {names})"
+            elif not math.isfinite(square):
                 yield f"not finite: {entry.label} (from {names})"
             elif scale_peak == NAN_SCALE:
                 yield f"not finite: the scale of {entry.label} holds byte 255, which is NaN (from {names})"
@@ -201,6 +217,7 @@ class Ledger:
             "files": len({source.file for entry in self._entries.values() for source in entry.sources}),
             "transforms": by_transform,
             "checked": self.check,
+            "is_ghost": self.is_ghost,
             "warnings": list(self.warnings),
         }
 

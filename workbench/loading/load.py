@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.base import LoadError
 from workbench.checkpoint.checkpoint import Checkpoint
-from workbench.loading.ledger import Ledger, SourceRef
-from workbench.loading.plan import Assignment, LoadPlan, plan_load
+from workbench.loading.host_memory import HostMemory
+from workbench.loading.ledger import Ledger
+from workbench.loading.plan import plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
-from workbench.loading.schedule import Batch, Chunk, Window, schedule
+from workbench.loading.schedule import Window
+from workbench.loading.stream import LoadProgress, ProgressCallback, Throttle, Writer, stream
 from workbench.nn.model import Model
 from workbench.parallel import RankContext, attach, build_stage, layout_of, make_context
 from workbench.placement import Layout
-from workbench.spec import ModelSpec
+from workbench.spec import ModelSpec, require_runnable
 
 __all__ = ["LoadProgress", "LoadStats", "LoadedModel", "load_rank", "load_sharded_weights"]
 
 WINDOW_BYTES = 64 << 20
-PROGRESS_INTERVAL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """`bytes_total` is what this rank will read; `tensor` is the last one that was written."""
-
-    rank: int
-    bytes_read: int
-    bytes_total: int
-    seconds: float
-    tensor: str
-
-    @property
-    def fraction(self) -> float:
-        return self.bytes_read / self.bytes_total if self.bytes_total else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +73,6 @@ class LoadedModel:
     stats: LoadStats
 
 
-ProgressCallback = Callable[[LoadProgress], None]
-
-
 def load_sharded_weights(
     model_path: Path | str,
     device_mesh: DeviceMesh | None = None,
@@ -116,11 +94,16 @@ def load_sharded_weights(
     `window_bytes` bounds everything in host memory beyond the weights: staged bytes and temporaries of a transform.
     `check=False` leaves out content checks (norms, zeros); what is written where is accounted for either way.
 
+    A ghost (see `workbench.checkpoint`) is loaded like weights: its zeros are expected, its ledger says what it is, and
+    a value that is not zero is an error.
+
     Reads no data unless names, shapes and dtypes of the whole checkpoint fit the model. Raises CheckpointError or
     ConfigError for files that make no sense, LoadError for a misfit, a short read or a failed check, LayoutError for a
-    layout that the model or the process group cannot have.
+    layout that the model or the process group cannot have, UnsupportedModelError for a model with blocks not computed
+    here.
     """
     checkpoint = Checkpoint.open(model_path)
+    require_runnable(checkpoint.spec)
     if device_mesh is not None:
         layout = layout_of(device_mesh, layout)
     layout = layout or Layout()
@@ -170,14 +153,14 @@ def load_rank(
     if reader is None:
         reader = ShardReader(checkpoint.root, rank=rank, scratch_bytes=window.scratch, policy=ReadPolicy())
     planned = time.perf_counter()
-    memory = _HostMemory()
+    memory = HostMemory()
     model.to_empty(device=device)
-    ledger = Ledger(model, rank=rank, check=check, device=device)
+    ledger = Ledger(model, rank=rank, check=check, device=device, is_ghost=checkpoint.ghost is not None)
     ledger.warnings.extend(plan.notes)
-    writer = _Writer(model, ledger, torch.device(device))
-    report = _Throttle(progress, rank, sum(extent.num_bytes for extent in plan.extents()))
+    writer = Writer(tensors_of(model), ledger, torch.device(device))
+    report = Throttle(progress, rank, sum(extent.num_bytes for extent in plan.extents()))
     try:
-        _stream(plan, window, reader, writer, memory, report)
+        stream(plan, window, reader, writer, memory, report)
     finally:
         reader.close()
     ledger.close(name for x in plan.assignments for name in x.names)
@@ -199,146 +182,9 @@ def load_rank(
     return model, ledger, stats
 
 
-def _stream(
-    plan: LoadPlan, window: Window, reader: ShardReader, writer: _Writer, memory: _HostMemory, report: _Throttle
-) -> None:
-    """Read batch k + 1 into one slot while batch k is written from the other."""
-    slots = [torch.empty(window.slot, dtype=torch.uint8) for _ in range(2)]
-    views = [slot.numpy().data for slot in slots]
-    started = time.perf_counter()
-    batches = schedule(plan, window)
-    with ThreadPoolExecutor(1, thread_name_prefix="read-shards") as pool:
-        batch, turn = next(batches, None), 0
-        pending = pool.submit(reader.fill, batch, views[0]) if batch is not None else None
-        while batch is not None and pending is not None:
-            pending.result()
-            upcoming = next(batches, None)
-            pending = pool.submit(reader.fill, upcoming, views[1 - turn]) if upcoming is not None else None
-            writer.write(batch, slots[turn])
-            memory.sample()
-            report(reader.bytes_read, time.perf_counter() - started, batch.chunks[-1].assignment.names[0])
-            batch, turn = upcoming, 1 - turn
-
-
-class _Writer:
-    """Transforms staged rows and stores them in the model, each write announced to the ledger first."""
-
-    def __init__(self, model: Model, ledger: Ledger, device: torch.device) -> None:
-        self.targets: dict[str, Tensor] = dict([*model.named_parameters(), *model.named_buffers()])
-        self.ledger, self.device = ledger, device
-
-    @torch.no_grad()
-    def write(self, batch: Batch, slot: Tensor) -> None:
-        # One transfer per batch; on the CPU this is the slot itself, which the next read will overwrite, so nothing
-        # below may keep a view of it.
-        staged = slot[: batch.used_bytes].to(self.device)
-        for chunk in batch.chunks:
-            if chunk.is_padding:
-                self._check_padding(chunk, staged)
-            else:
-                self._write_chunk(chunk, staged)
-
-    def _write_chunk(self, chunk: Chunk, staged: Tensor) -> None:
-        x, rows = chunk.assignment, (chunk.first, chunk.last)
-        parts = {part: self._view(chunk, part, staged) for part in x.sources}
-        outputs, values = x.transform.apply(parts)
-        for name, output in outputs.items():
-            part = x.transform.targets[name]
-            names = [part] if values is None and part in x.sources else list(x.sources)
-            self.ledger.record(name, x.slot, rows, sources=_refs(x, names), transform=x.transform.name)
-            target = self.targets[name] if x.slot is None else self.targets[name][x.slot]
-            target = target[slice(*rows)]
-            target.copy_(output.reshape(target.shape))
-            # Codes say little about the values they stand for; where those were at hand, they are what is checked.
-            shows_values = values is not None and part in ("weight", "weight_packed")
-            self.ledger.observe(name, x.slot, values if shows_values and values is not None else target)
-            if "weight_scale" in parts and part != "weight_scale":
-                self.ledger.observe_scale(name, x.slot, parts["weight_scale"])
-
-    def _view(self, chunk: Chunk, part: str, staged: Tensor) -> Tensor:
-        source, at = chunk.assignment.sources[part], chunk.staged[part]
-        num_rows = chunk.last - chunk.first
-        raw = staged[at : at + num_rows * source.row_bytes]
-        if at % source.dtype.itemsize:  # a file may hold tensors at any byte
-            raw = raw.clone()
-        return raw.view(source.dtype).view(num_rows, *source.row_shape)
-
-    def _check_padding(self, chunk: Chunk, staged: Tensor) -> None:
-        at, extent = chunk.staged["weight"], chunk.extents["weight"]
-        if staged[at : at + extent.num_bytes].any():
-            source = chunk.assignment.sources["weight"]
-            used = (extent.offset - source.entry.begin) // source.row_stride
-            raise LoadError(
-                f"{source.entry.name}: the rows beyond {used} that pad it are not zero",
-                where=f"{extent.file}, offset {extent.offset}",
-                found=f"{extent.num_bytes} bytes with values in them",
-                expected="zeros, as padding is",
-            )
-
-
-def _refs(x: Assignment, parts: list[str]) -> tuple[SourceRef, ...]:
-    refs = []
-    for part in parts:
-        source = x.sources[part]
-        first = next(source.extents(0, source.num_rows))
-        refs.append(SourceRef(source.entry.name, source.entry.file, first.offset, source.num_bytes))
-    return tuple(refs)
-
-
-class _Throttle:
-    """Calls the progress callback at most ten times a second, and once at the end."""
-
-    def __init__(self, callback: ProgressCallback | None, rank: int, total: int) -> None:
-        self.callback, self.rank, self.total = callback, rank, total
-        self.last_s, self.tensor = -1.0, ""
-
-    def __call__(self, bytes_read: int, seconds: float, tensor: str) -> None:
-        self.tensor = tensor
-        if self.callback is not None and (self.last_s < 0 or seconds - self.last_s >= PROGRESS_INTERVAL_S):
-            self.last_s = seconds
-            self.callback(LoadProgress(self.rank, min(bytes_read, self.total), self.total, seconds, tensor))
-
-    def finish(self, bytes_read: int, seconds: float) -> None:
-        if self.callback is not None:
-            self.callback(LoadProgress(self.rank, bytes_read, self.total, seconds, self.tensor))
-
-
-class _HostMemory:
-    """Growth of this process over its size now: by samples, or exactly where the kernel's own peak was raised."""
-
-    def __init__(self) -> None:
-        self.before, self.peak_before = _private_bytes()[0], _peak_bytes()
-        self.highest = self.before
-
-    def sample(self) -> None:
-        self.highest = max(self.highest, _private_bytes()[0])
-
-    @property
-    def growth(self) -> int:
-        peak = _peak_bytes()
-        if peak > self.peak_before:
-            self.highest = max(self.highest, peak - _private_bytes()[1])
-        return self.highest - self.before
-
-
-def _private_bytes() -> tuple[int, int]:
-    """Resident bytes of this process without those of mapped files, and those of mapped files."""
-    try:
-        with open("/proc/self/statm") as file:
-            _, resident, shared, *_ = (int(pages) * resource.getpagesize() for pages in file.read().split())
-    except OSError:  # not Linux: only the peak is known
-        return _peak_bytes(), 0
-    return resident - shared, shared
-
-
-def _peak_bytes() -> int:
-    """Largest resident size so far. getrusage alone may tell that of the parent process, where that was larger."""
-    try:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Everything a load fills, by name."""
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def _default_device(mesh: DeviceMesh | None) -> torch.device | None:

@@ -161,6 +161,8 @@ def plan_load(checkpoint: Checkpoint, model: nn.Module, layout: Layout, rank: in
     pieces: dict[tuple[str, int | None], list[Shard]] = {}
     bytes_assigned = 0
     for tensor in wanted.values():
+        if tensor.part == "weight_shape":  # repeats what the other parts say
+            continue
         shard = place(checkpoint.spec, layout, coords, tensor)
         if shard is not None:
             pieces.setdefault((tensor.param, shard.slot), []).append(shard)
@@ -217,7 +219,8 @@ def _assign(
         padding=tuple(_padding(checkpoint, shard) for shard in padded),
     )
     for part, source in parts.items():
-        logical = math.prod(source.row_shape) * (2 if part == "weight_packed" else 1)
+        codes = {torch.uint8: 2, torch.int32: 8}.get(source.dtype, 1) if part == "weight_packed" else 1
+        logical = math.prod(source.row_shape) * codes
         if source.num_rows != local[0] or (part != "weight_scale" and logical != assignment.num_columns):
             problems.add(
                 "local shape differs", f"{param}: {source.num_rows} rows of {source.row_shape} for {tuple(local)}"

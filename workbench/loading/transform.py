@@ -26,7 +26,13 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-STORED_SCHEME = {frozenset(["weight_packed", "weight_scale"]): "mxfp4"}  # parts in the file -> their scheme
+# Parts in the file, by dtype -> the scheme of ours that means the same.
+STORED_SCHEMES: dict[str, dict[str, torch.dtype]] = {
+    "mxfp4": {"weight_packed": torch.uint8, "weight_scale": torch.uint8},
+    "fp8": {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32},
+    "int8": {"weight": torch.int8, "weight_scale": torch.bfloat16},
+    "int4": {"weight_packed": torch.int32, "weight_scale": torch.bfloat16},
+}
 
 # Temporary bytes per weight, at most, while rows are expanded (codes as indices, then values before and after scaling)
 # and while they are encoded (groups, magnitudes, scaled values, 64-bit bucket numbers of MXFP4).
@@ -46,6 +52,7 @@ class Transform:
     decode: Scheme | None = None
     encode: Scheme | None = None
     dtype: torch.dtype = torch.float32  # what `decode` yields
+    stored: str = ""  # scheme of the stored parts, where they are those of one
 
     @property
     def temporary_bytes(self) -> int:
@@ -58,6 +65,7 @@ class Transform:
     def apply(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Rows of the stored parts -> rows of each target by its name, and the plain values where they were formed."""
         values = None
+        parts = _own_form(self.stored, parts)
         if self.decode is not None:
             values = self.decode.decode(parts, self.dtype)
             parts = {"weight": values}
@@ -76,7 +84,7 @@ def choose_transform(
 
         stored \\ held     dense           same scheme    another scheme
         plain             copy or cast    -              encode
-        mxfp4             expand          copy           expand and encode
+        a scheme          expand          copy           expand and encode
     """
     if stored.keys() == {"weight"}:
         if scheme is not None:
@@ -85,17 +93,32 @@ def choose_transform(
         is_same = stored["weight"] == target.dtype
         name = "copy" if is_same else f"cast {_short(stored['weight'])} to {_short(target.dtype)}"
         return Transform(name, {f"{prefix}.{leaf}": "weight"})
-    stored_scheme = STORED_SCHEME.get(frozenset(stored))
+    stored_scheme = next((name for name, parts in STORED_SCHEMES.items() if parts == stored), None)
     if stored_scheme is None:
         return None
     if scheme is None:
         ((leaf, target),) = own.items()
         name = f"expand {stored_scheme} to {_short(target.dtype)}"
-        return Transform(name, {f"{prefix}.{leaf}": "weight"}, decode=SCHEMES[stored_scheme], dtype=target.dtype)
+        return Transform(
+            name,
+            {f"{prefix}.{leaf}": "weight"},
+            decode=SCHEMES[stored_scheme],
+            dtype=target.dtype,
+            stored=stored_scheme,
+        )
     if scheme.name == stored_scheme:
-        return Transform("copy", _targets(prefix, own))
+        return Transform("copy", _targets(prefix, own), stored=stored_scheme)
     name = f"expand {stored_scheme}, encode {scheme.name}"
-    return Transform(name, _targets(prefix, own), decode=SCHEMES[stored_scheme], encode=scheme)
+    return Transform(name, _targets(prefix, own), decode=SCHEMES[stored_scheme], encode=scheme, stored=stored_scheme)
+
+
+def _own_form(scheme: str, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Stored parts under the names and shapes of our scheme; the bytes of codes stay as they are."""
+    if scheme in ("fp8", "int8"):
+        return {"weight_packed": parts["weight"], "weight_scale": parts["weight_scale"].squeeze(-1).float()}
+    if scheme == "int4":  # eight codes to a word, lowest first, are two to a byte, lower first
+        return {"weight_packed": parts["weight_packed"].view(torch.uint8), "weight_scale": parts["weight_scale"]}
+    return parts
 
 
 def _targets(prefix: str, own: Mapping[str, Tensor]) -> dict[str, str]:

@@ -59,6 +59,15 @@ class MatrixStore(nn.Module):
             device = self.get_buffer(name).device
             self.register_buffer(name, torch.empty(part_shape, dtype=part_dtype, device=device))
 
+    def hold_in(self, scheme: Scheme) -> None:
+        """A dense matrix becomes an empty one in `scheme`, on the same device. For use before anything is written."""
+        assert self.scheme is None, f"already held in {self.scheme and self.scheme.name}"
+        device = self.weight.device
+        del self.weight
+        self.scheme = scheme
+        for name, (shape, dtype) in scheme.buffers(self.logical_shape).items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
+
     def write(self, values: Tensor, *, rows: slice = ALL_ROWS, index: int | None = None) -> None:
         """Cast or encode whole rows of floats (n, in) and store them as `rows` (of matrix `index` of a stack)."""
         if self.scheme is None:

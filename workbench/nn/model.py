@@ -13,16 +13,17 @@ from workbench.nn.batch import Segments, TokenBatch
 from workbench.nn.cache import Cache
 from workbench.nn.ffn import GatedFFN
 from workbench.nn.kda import KDA
-from workbench.nn.linear import Linear
+from workbench.nn.linear import Linear, MatrixStore
 from workbench.nn.mla import MLA
 from workbench.nn.moe import MoE
 from workbench.nn.norm import RMSNorm
 from workbench.nn.precision import Precision
+from workbench.nn.precision_map import PrecisionMap
 from workbench.nn.projector import Projector
 from workbench.nn.residual import ResidualMix, ResidualStream
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.nn.vision import Grid, VisionTower
-from workbench.spec import DenseFFNSpec, KDASpec, ModelSpec
+from workbench.spec import DenseFFNSpec, KDASpec, MLASpec, ModelSpec, require_runnable
 
 __all__ = ["DecoderLayer", "Embedding", "Head", "Model"]
 
@@ -72,6 +73,7 @@ class DecoderLayer(nn.Module):
         if isinstance(layer.mixer, KDASpec):
             self.mixer = KDA(layer.mixer, dim, layer_idx, precision)
         else:
+            assert isinstance(layer.mixer, MLASpec)
             self.mixer = MLA(layer.mixer, dim, layer_idx, precision)
         self.ffn: GatedFFN | MoE
         if isinstance(layer.ffn, DenseFFNSpec):
@@ -94,7 +96,8 @@ class Model(nn.Module):
     A stage without the embedding reads the payload of the stage before; a stage without the head returns its own.
     Parameters are empty: build under `torch.device("meta")` and fill, or fill where they are. `dtype` is that of
     activations and plain weights; tensors published in float32 (convolutions, decays, router bias) keep it.
-    Raises UnsupportedModelError for an image request to a stage without the vision tower.
+    Raises UnsupportedModelError for a model with blocks that are not computed here, and for an image request to a
+    stage without the vision tower.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Model(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        require_runnable(spec)
         self.spec = spec
         self.precision = Precision.parse(precision, dtype)
         self.dtype = self.precision.dtype
@@ -122,6 +126,13 @@ class Model(nn.Module):
         self.head = Head(spec.vocab_size, dim, self.dtype) if has_head else None
         self.vision = VisionTower(spec.vision, self.dtype) if has_vision and spec.vision else None
         self.projector = Projector(spec.projector, self.dtype) if has_vision and spec.projector else None
+        if self.precision.map is not None:
+            self._hold_by(self.precision.map)
+
+    def _hold_by(self, precision_map: PrecisionMap) -> None:
+        for prefix, module in self.named_modules():
+            if isinstance(module, MatrixStore) and (scheme := precision_map.scheme_of(f"{prefix}.weight")) is not None:
+                module.hold_in(scheme)
 
     def forward(self, batch: TokenBatch, payload: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits (R, V) of the rows `batch.logit_rows` on the last stage; otherwise the payload (1 + saved, T, D).

@@ -79,14 +79,19 @@ class Experts(nn.Module):
         order, counts = group_by_expert(slots, self.num_local)
         by_expert = RowMap(order, slots.numel())
         grouped = by_expert(x[:, None].expand(-1, slots.shape[1], -1).flatten(0, 1))
-        w1, w2, w3 = (store.matrices(x.dtype) for store in (self.w1, self.w2, self.w3))
-        pieces = []
-        for expert, own in enumerate(grouped.split(counts)):
-            if counts[expert]:
-                pieces.append(self.one(own, w1(expert), w2(expert), w3(expert)))
+        pieces = self.each(grouped, counts)
         # Without any token the result still depends on x: every rank takes part in the collectives of the backward.
         outputs = by_expert.back(torch.cat(pieces) if pieces else grouped).view(*slots.shape, x.shape[-1])
         return (as_float(outputs) * weights[..., None]).sum(1)
+
+    def each(self, grouped: Tensor, counts: list[int]) -> list[Tensor]:
+        """Every expert on its own rows, one after another: (sum of counts, L) -> results of those that have any."""
+        w1, w2, w3 = (store.matrices(grouped.dtype) for store in (self.w1, self.w2, self.w3))
+        return [
+            self.one(own, w1(expert), w2(expert), w3(expert))
+            for expert, own in enumerate(grouped.split(counts))
+            if counts[expert]
+        ]
 
     def one(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         """One expert on its tokens: (n, L) -> (n, L)."""

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from workbench.base import LoadError
+from workbench.nn.precision_map import PrecisionMap, read_precision_map
 from workbench.nn.quant import SCHEMES, Scheme
 
 __all__ = ["PRECISIONS", "Precision", "as_float"]
 
 PRECISIONS = ("fp32", "bf16", "fp8", "int8", "int4", "mxfp4")
+MAP_SUFFIX = ".json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Precision:
         fp32, bf16        dense            dense                                dense
         mxfp4             mxfp4            dense                                dense
         fp8, int8, int4   that scheme      that scheme                          dense
+        a file, *.json    as its precision map says, module by module           dense
 
     Never quantised: embedding, head, router, norms, convolutions, the low-rank decay and beta of KDA, kv_b of MLA (it
     is absorbed into queries and outputs), latent projections, vision, projector.
@@ -30,15 +33,18 @@ class Precision:
 
     name: str = "bf16"
     dtype: torch.dtype = torch.bfloat16
+    map: PrecisionMap | None = None
 
     @classmethod
     def parse(cls, name: str, dtype: torch.dtype | None = None) -> Precision:
         """Precision of a name, in float32 for "fp32" and else bfloat16 unless `dtype` says otherwise.
 
-        Raises LoadError for an unknown name.
+        Raises LoadError for an unknown name, ConfigError for a file that is no precision map.
         """
+        if name.endswith(MAP_SUFFIX):
+            return cls(name, dtype or torch.bfloat16, read_precision_map(name))
         if name not in PRECISIONS:
-            raise LoadError(f"unknown precision {name!r}", expected=f"one of {', '.join(PRECISIONS)}")
+            raise LoadError(f"unknown precision {name!r}", expected=f"one of {', '.join(PRECISIONS)}, or a *.json map")
         return cls(name, dtype or (torch.float32 if name == "fp32" else torch.bfloat16))
 
     @property

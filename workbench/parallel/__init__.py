@@ -3,6 +3,7 @@
 from workbench.parallel.apply import attach, build_stage, narrow
 from workbench.parallel.collectives import CollectiveLog, CollectiveRecord, CollectiveTotal, Group
 from workbench.parallel.experts import AllToAllDispatch, ReplicatedDispatch, share_sizes
+from workbench.parallel.flight import FlightEntry, FlightFinding, FlightRecorder, compare_flights, read_flights
 from workbench.parallel.mesh import (
     RankContext,
     group_members,
@@ -21,6 +22,9 @@ __all__ = [
     "CollectiveLog",
     "CollectiveRecord",
     "CollectiveTotal",
+    "FlightEntry",
+    "FlightFinding",
+    "FlightRecorder",
     "Group",
     "GroupTensorParallel",
     "Pipeline",
@@ -30,6 +34,7 @@ __all__ = [
     "build_stage",
     "encode_images",
     "group_members",
+    "compare_flights",
     "join_processes",
     "layout_of",
     "make_context",
@@ -38,6 +43,7 @@ __all__ = [
     "payload_vectors",
     "share_images",
     "share_sizes",
+    "read_flights",
     "single_context",
     "sum_vision_gradients",
 ]

@@ -206,7 +206,9 @@ def place(spec: ModelSpec, layout: Layout, coords: RankCoords, tensor: TensorSpe
     if tensor.used_rows is not None:
         shape[0] = tensor.used_rows
     ranges: list[tuple[tuple[int, int], ...]] = [((0, size),) for size in shape]
-    if rule.dim is not None:
+    # One scale for a whole row, and a shape written down, are everyone's.
+    is_whole = tensor.part == "weight_shape" or (tensor.part == "weight_scale" and rule.dim == 1 and shape[1:] == [1])
+    if rule.dim is not None and not is_whole:
         degree, index = (layout.tp, coords.tp) if rule.axis == "tp" else (layout.expert_tp, coords.expert_tp)
         block = shape[rule.dim] // rule.parts
         if shape[rule.dim] % (rule.parts * degree):

@@ -153,10 +153,16 @@ def _answer(answer: SampleAnswer) -> str:
         answer.note,
     ]
     meta = " · ".join(fact for fact in facts if fact)
+    mark = ""
+    if answer.is_right is not None:
+        kind, word = ("pass", "right") if answer.is_right else ("fail", "wrong")
+        wanted = "" if answer.is_right else f" expected: <bdi>{text(answer.expected)}</bdi>"
+        mark = f'<p class=mark><span class="pill {kind}">{SYMBOL[kind]} {word}</span>{wanted}</p>'
     shown = text(answer.answer) if answer.answer else "<em>(empty answer)</em>"
     return (
         f"<article>{f'<div class=pictures>{pictures}</div>' if pictures else ''}"
         f"<p class=question><bdi>{text(answer.question)}</bdi></p><p class=answer><bdi>{shown}</bdi></p>"
+        f"{mark}"
         f"{f'<p class=meta>{text(meta)}</p>' if meta else ''}</article>"
     )
 

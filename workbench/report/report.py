@@ -67,7 +67,10 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleAnswer:
-    """A question that was put to the deployed model, with its pictures, and what it answered, word for word."""
+    """A question that was put to the deployed model, with its pictures, and what it answered, word for word.
+
+    `expected` is the right answer and `is_right` the mark, where the right answer is known.
+    """
 
     question: str
     answer: str
@@ -77,6 +80,8 @@ class SampleAnswer:
     first_token_s: float | None = None
     end_to_end_s: float | None = None
     note: str = ""
+    expected: str = ""
+    is_right: bool | None = None
 
     def to_json(self) -> dict[str, object]:
         plain = {name: getattr(self, name) for name in self.__slots__ if name != "pictures"}

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from workbench.base import DeploymentError, WorkbenchError
+from workbench.base import DeploymentError, RequestError, WorkbenchError
 from workbench.serving.owner import claim_runner, release_runner
 from workbench.serving.requests import GenerationRequest, check_request
 from workbench.serving.scheduler import FinishReason, Scheduler, SequenceState
 from workbench.serving.steps import Runner
 
-__all__ = ["Engine", "EngineStats", "Finish", "Generation", "TokenEvent"]
+__all__ = ["Engine", "EngineStats", "Finish", "Generation", "Listener", "TokenEvent"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +30,7 @@ class TokenEvent:
     token_id: int
     logprob: float
     time_s: float
+    top: tuple[tuple[int, float], ...] = ()  # likeliest ids and their log probabilities, where they were asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,16 +52,23 @@ class EngineStats:
     num_aborted: int
 
 
-class Generation:
-    """The tokens of one request, as they come. Iterate once; the stop token itself is not among them."""
+Listener = Callable[[TokenEvent | Finish], None]
 
-    def __init__(self, engine: Engine, request_id: int, submitted_s: float) -> None:
+
+class Generation:
+    """The tokens of one request, as they come. Iterate once; the stop token itself is not among them.
+
+    With a listener the events go there instead, and there is nothing to iterate.
+    """
+
+    def __init__(self, engine: Engine, request_id: int, submitted_s: float, listener: Listener | None = None) -> None:
         self.request_id = request_id
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
         self.finish: Finish | None = None
         self._engine = engine
         self._events: SimpleQueue[TokenEvent | Finish] = SimpleQueue()
+        self._listener = listener or self._events.put
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """Tokens until the end, which `finish` then describes. Raises the engine's error where the request failed."""
@@ -79,7 +87,7 @@ class Generation:
         self._engine.abort(self.request_id)
 
     def put(self, event: TokenEvent | Finish) -> None:
-        self._events.put(event)
+        self._listener(event)
 
 
 class Engine:
@@ -138,9 +146,13 @@ class Engine:
         """What made the engine fail, if anything."""
         return self._error
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    def submit(self, request: GenerationRequest, listener: Listener | None = None) -> Generation:
         """Queue a request. Raises RequestError for a request that cannot run, QueueFullError where the line is full,
-        DeploymentError where the engine is stopped, and its error again where it has failed."""
+        DeploymentError where the engine is stopped, and its error again where it has failed.
+
+        A `listener` gets each event as it happens, the first ones perhaps before this returns. It runs in the engine's
+        thread: it must be quick, raise nothing and call nothing here.
+        """
         check_request(request, self.info)
         with self._changed:
             if self._error is not None:
@@ -149,7 +161,7 @@ class Engine:
                 raise DeploymentError("the engine is stopped", next_step="Call start() again")
             sequence = SequenceState(request_id=next(self._ids), request=request)
             self.scheduler.add(sequence)
-            generation = Generation(self, sequence.request_id, self._clock())
+            generation = Generation(self, sequence.request_id, self._clock(), listener)
             self._requests[sequence.request_id] = (sequence, generation)
             self._changed.notify_all()
         return generation
@@ -207,8 +219,12 @@ class Engine:
             self._num_steps += 1
             now = self._clock()
             for sequence, token, reason in self.scheduler.commit(plan, sampled):
+                if (error := _constraint_error(sequence)) is not None:
+                    self.scheduler.release(sequence)
+                    self._finish(sequence, "abort", error)
+                    continue
                 if reason != "stop":
-                    event = TokenEvent(token_id=token.token_id, logprob=token.logprob, time_s=now)
+                    event = TokenEvent(token_id=token.token_id, logprob=token.logprob, top=token.top, time_s=now)
                     self._requests[sequence.request_id][1].put(event)
                 if reason is not None:
                     self.scheduler.release(sequence)
@@ -255,3 +271,11 @@ class Engine:
             raise
         finally:
             release_runner(self.runner)
+
+
+def _constraint_error(sequence: SequenceState) -> WorkbenchError | None:
+    """An error of this request alone, where what holds its answer to a form gave up."""
+    constraint = sequence.request.constraint
+    if constraint is None or constraint.error is None:
+        return None
+    return RequestError(f"the answer cannot be held to its grammar any longer: {constraint.error}"[:300])

@@ -7,7 +7,7 @@ from pathlib import Path
 from workbench.serving.inputs import ImageProcessor, read_tokenizer
 from workbench.serving.service import MultimodalInferenceService
 from workbench.serving.steps import Runner
-from workbench.spec import read_spec
+from workbench.spec import read_spec, require_runnable
 
 __all__ = ["open_service"]
 
@@ -20,5 +20,6 @@ def open_service(model: Runner, root: Path | str) -> MultimodalInferenceService:
     """
     root = Path(root)
     spec = read_spec(root)
+    require_runnable(spec)
     processor = ImageProcessor(spec.image) if spec.image is not None and spec.vision is not None else None
     return MultimodalInferenceService(model, read_tokenizer(root, spec), processor)

@@ -8,10 +8,8 @@ from types import TracebackType
 
 from workbench.base import RequestError, printable_lines
 from workbench.serving.engine import Generation, TokenEvent
-from workbench.serving.inputs import AnswerStream, Tokenizer
-from workbench.serving.inputs.messages import AnswerDelta
+from workbench.serving.pieces import AnswerPieces, Piece
 from workbench.serving.scheduler import FinishReason
-from workbench.serving.stop import StopMatcher
 
 __all__ = ["Answer", "Reply", "Timings", "Usage"]
 
@@ -103,17 +101,14 @@ class Reply:
     def __init__(
         self,
         generation: Generation,
-        tokenizer: Tokenizer,
+        pieces: AnswerPieces,
         *,
-        stop: StopMatcher,
         prompt_tokens: int,
         image_tokens: int = 0,
-        thinking: bool = False,
     ) -> None:
         self.answer: Answer | None = None
         self._generation = generation
-        self._channels = AnswerStream(tokenizer, thinking=thinking)
-        self._stop = stop
+        self._pieces = pieces
         self._prompt_tokens, self._image_tokens = prompt_tokens, image_tokens
         self._events: list[TokenEvent] = []
         self._text: list[str] = []
@@ -156,22 +151,18 @@ class Reply:
     def _run(self) -> Iterator[str]:
         for event in self._generation:
             self._events.append(event)
-            if shown := self._shown(self._channels.push(event.token_id)):
+            if shown := self._shown(self._pieces.push(event)):
                 yield shown
-            if self._stop.is_stopped:
+            if self._pieces.is_stopped:
                 self.close()
                 break
-        if not self._stop.is_stopped:
-            rest = self._shown(self._channels.flush())
-            held = self._stop.flush()
-            self._text.append(held)
-            if rest + held:
-                yield rest + held
+        if not self._pieces.is_stopped and (rest := self._shown(self._pieces.flush())):
+            yield rest
         self.answer = self._finished()
 
-    def _shown(self, deltas: Sequence[AnswerDelta]) -> str:
-        self._thinking += [delta.text for delta in deltas if delta.channel == "thinking"]
-        shown = "".join(self._stop.feed(delta.text) for delta in deltas if delta.channel == "response")
+    def _shown(self, pieces: Sequence[Piece]) -> str:
+        self._thinking += [piece.text for piece in pieces if piece.channel == "thinking"]
+        shown = "".join(piece.text for piece in pieces if piece.channel == "response")
         self._text.append(shown)
         return shown
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from workbench.base import RequestError
+from workbench.base import PromptTooLongError, RequestError
 
 if TYPE_CHECKING:
     from workbench.serving.steps import RunnerInfo
 
-__all__ = ["GenerationRequest", "PlacedImage", "SamplingParams", "check_request"]
+__all__ = ["Constraint", "GenerationRequest", "PlacedImage", "SamplingParams", "check_request"]
 
 MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 20  # as many as the usual interfaces ask for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,13 @@ class SamplingParams:
     """How the next token is chosen and when to stop.
 
     `temperature` 0 takes the most likely token. `top_k` 0 and `top_p` 1 switch those filters off; where both are on,
-    top_p cuts what top_k left. Equal `seed`s give equal tokens for equal logits, whatever else runs at the same time.
+    top_p cuts what top_k left, and `min_p` drops what is less likely than that share of the most likely. Equal `seed`s
+    give equal tokens for equal logits, whatever else runs at the same time.
+
+    Penalties change the logits before all that: `repetition_penalty` divides positive ones and multiplies negative ones
+    of ids in the prompt or the answer, `presence_penalty` is taken once from each id of the answer, `frequency_penalty`
+    once per occurrence. `num_logprobs` likeliest ids are told with each token.
+
     Generation ends after `max_tokens`, or earlier at one of `stop_ids`. Raises RequestError for a value out of range.
     """
 
@@ -33,12 +40,27 @@ class SamplingParams:
     seed: int = 0
     max_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    num_logprobs: int = 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on the tokens before it."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError("top_p=0 leaves no token", expected="0 < top_p <= 1", next_step="Use temperature=0")
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _integer("num_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
         _integer("top_k", self.top_k, 0, 1 << 31)
         _integer("seed", self.seed, 0, MAX_SEED)
         _integer("max_tokens", self.max_tokens, 1, 1 << 31)
@@ -64,6 +86,19 @@ class PlacedImage:
         return self.row + self.count
 
 
+class Constraint(Protocol):
+    """Which ids an answer may go on with. It follows one answer, so each request needs its own."""
+
+    @property
+    def error(self) -> str | None: ...
+
+    def allowed(self) -> bytes:
+        """One bit per id, in little-endian words of 32; empty where all may come."""
+
+    def accept(self, token_id: int) -> None:
+        """The id that came."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:
     """A prompt as token ids, each image already expanded to one placeholder id per feature row."""
@@ -71,25 +106,30 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     images: tuple[PlacedImage, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    constraint: Constraint | None = None
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(image.count for image in self.images)
 
 
 def check_request(request: GenerationRequest, info: RunnerInfo) -> None:
-    """Raises RequestError where the request cannot be run as it stands; says what would fit."""
+    """Raises RequestError where the request cannot be run as it stands, PromptTooLongError with what would fit."""
     num_prompt, num_new = len(request.token_ids), request.sampling.max_tokens
     if not num_prompt:
         raise RequestError("the prompt is empty", expected="at least one token")
+    # The last generated token is never fed back, so it needs no room.
+    if num_prompt + num_new - 1 > info.max_tokens:
+        room = info.max_tokens - num_prompt + 1
+        raise PromptTooLongError(
+            f"the prompt of {num_prompt} tokens and {num_new} new ones do not fit into {info.max_tokens}",
+            next_step=f"Ask for at most {room} new tokens" if room > 0 else "Shorten the prompt",
+        )
     for row, token_id in enumerate(request.token_ids):
         if not 0 <= token_id < info.vocab_size:
             raise RequestError(
                 f"prompt token {row} is outside the vocabulary", found=token_id, expected=f"0..{info.vocab_size - 1}"
             )
-    # The last generated token is never fed back, so it needs no room.
-    if num_prompt + num_new - 1 > info.max_tokens:
-        room = info.max_tokens - num_prompt + 1
-        raise RequestError(
-            f"the prompt of {num_prompt} tokens and {num_new} new ones do not fit into {info.max_tokens}",
-            next_step=f"Ask for at most {room} new tokens" if room > 0 else "Shorten the prompt",
-        )
     _check_images(request, info)
 
 

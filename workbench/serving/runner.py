@@ -19,7 +19,7 @@ from workbench.parallel.mesh import RankContext
 from workbench.parallel.pipeline import Pipeline
 from workbench.parallel.vision import encode_images
 from workbench.serving.inputs.images import normalise
-from workbench.serving.sampler import sample_rows
+from workbench.serving.sampler import sample_steps
 from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, StepInput, runner_info
 from workbench.spec import ModelSpec
 
@@ -85,8 +85,7 @@ class RankRunner:
         sampling = [step for step in steps if step.sample is not None]
         if logits is None or not self.is_sampler:
             return []
-        params = [step.sample for step in sampling if step.sample is not None]
-        return sample_rows(logits, params, [step.step_idx for step in sampling])
+        return sample_steps(logits, sampling)
 
     @torch.inference_mode()
     def logits_of(self, steps: StepInput, *, use_cache: bool = True) -> tuple[Tensor | None, StateCache | None]:

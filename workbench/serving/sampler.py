@@ -6,6 +6,7 @@ No generator is shared between requests: the one random number of a token comes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,11 +15,22 @@ from torch import Tensor
 
 from workbench.base import DeploymentError
 from workbench.serving.requests import SamplingParams
-from workbench.serving.steps import SampledToken
+from workbench.serving.steps import SampledToken, SequenceStep
 
-__all__ = ["keep_mask", "sample_row", "sample_rows", "uniform"]
+__all__ = ["keep_mask", "penalised", "sample_row", "sample_rows", "sample_steps", "uniform", "unpacked"]
 
 # V vocabulary, R rows
+
+
+def sample_steps(logits_RV: Tensor, steps: Sequence[SequenceStep]) -> list[SampledToken]:
+    """One token per row of logits (R, V), row by row for the steps that sample."""
+    assert logits_RV.shape[0] == len(steps), (logits_RV.shape, len(steps))
+    rows = logits_RV.detach().to("cpu", torch.float32)
+    return [
+        sample_row(row, step.sample, step.step_idx, history=step.history, allowed=step.allowed)
+        for row, step in zip(rows, steps, strict=True)
+        if step.sample is not None
+    ]
 
 
 def sample_rows(logits_RV: Tensor, params: Sequence[SamplingParams], step_idxs: Sequence[int]) -> list[SampledToken]:
@@ -28,10 +40,14 @@ def sample_rows(logits_RV: Tensor, params: Sequence[SamplingParams], step_idxs: 
     return [sample_row(row, p, idx) for row, p, idx in zip(rows, params, step_idxs, strict=True)]
 
 
-def sample_row(logits_V: Tensor, params: SamplingParams, step_idx: int) -> SampledToken:
-    """Token for logits (V,) fp32. Raises DeploymentError where they are not finite: the model's arithmetic broke down.
+def sample_row(
+    logits_V: Tensor, params: SamplingParams, step_idx: int, *, history: bytes = b"", allowed: bytes = b""
+) -> SampledToken:
+    """Token for logits (V,) fp32; `history` and `allowed` as in `SequenceStep`.
 
     The log-probability is that of the unfiltered distribution at temperature 1, whatever the sampling parameters.
+    Raises DeploymentError where the logits are not finite, for then the model's arithmetic broke down, and where
+    `allowed` leaves no id.
     """
     if not bool(torch.isfinite(logits_V).all()):
         bad = int((~torch.isfinite(logits_V)).sum())
@@ -39,25 +55,61 @@ def sample_row(logits_V: Tensor, params: SamplingParams, step_idx: int) -> Sampl
             f"{bad} of {logits_V.numel()} logits of a sequence are not finite",
             next_step="Compare the layers with the reference; a low precision may overflow",
         )
+    chosen_V = logits_V
+    if params.needs_history:
+        chosen_V = penalised(chosen_V, params, history, step_idx)
+    if allowed:
+        chosen_V = torch.where(unpacked(allowed, len(logits_V)), chosen_V, -torch.inf)
+        if not bool((chosen_V > -torch.inf).any()):
+            raise DeploymentError("no token may be chosen", next_step="A bug: a constraint must always leave a way on")
     if params.temperature == 0.0:
-        token_id = int(torch.argmax(logits_V))  # the first of equals
+        token_id = int(torch.argmax(chosen_V))  # the first of equals
     else:
         # Shifted so that the largest is 0: a small temperature then underflows the others, never overflows.
-        scaled = (logits_V.double() - logits_V.max().double()) / params.temperature
-        mass = torch.exp(scaled) * keep_mask(scaled, params.top_k, params.top_p)
+        scaled = (chosen_V.double() - chosen_V.max().double()) / params.temperature
+        mass = torch.exp(scaled) * keep_mask(scaled, params.top_k, params.top_p, params.min_p)
         # Summed in id order: rounding noise in the logits moves the borders a little, but never reorders tokens.
         cumulative = torch.cumsum(mass, 0)
         target = uniform(params.seed, step_idx) * cumulative[-1]
         index = int(torch.searchsorted(cumulative, target, right=True))
         token_id = min(index, int(torch.nonzero(mass)[-1]))
-    return SampledToken(token_id=token_id, logprob=float(torch.log_softmax(logits_V, 0)[token_id]))
+    logprobs_V = torch.log_softmax(logits_V, 0)
+    top: tuple[tuple[int, float], ...] = ()
+    if params.num_logprobs:
+        values, ids = torch.sort(logprobs_V, descending=True, stable=True)
+        count = params.num_logprobs
+        top = tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+    return SampledToken(token_id=token_id, logprob=float(logprobs_V[token_id]), top=top)
 
 
-def keep_mask(scaled_V: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Which entries of the scaled logits (V,) may be drawn: bool (V,), always including the largest.
+def penalised(logits_V: Tensor, params: SamplingParams, history: bytes, num_generated: int) -> Tensor:
+    """Logits (V,) with the penalties of `params` for int32 ids `history`, the last `num_generated` of them generated.
+
+    Repetition: Keskar et al. 2019, section 4.1. Presence and frequency: the OpenAI API reference.
+    """
+    ids = torch.from_numpy(np.frombuffer(history, np.dtype("<i4")).astype(np.int64))
+    assert len(ids) >= num_generated, (len(ids), num_generated)
+    out = logits_V.clone()
+    if params.repetition_penalty != 1.0:
+        seen = torch.unique(ids)
+        values = out[seen]
+        out[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    counts = torch.bincount(ids[len(ids) - num_generated :], minlength=len(out)).to(out.dtype)
+    return out - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+
+def unpacked(bits: bytes, vocab_size: int) -> Tensor:
+    """Bool (V,) of `vocab_size` bits, the lowest bit of each byte first."""
+    flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+    assert len(flags) >= vocab_size, (len(flags), vocab_size)
+    return torch.from_numpy(flags[:vocab_size].astype(bool))
+
+
+def keep_mask(scaled_V: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
+    """Which entries of the scaled logits (V,) may be drawn: bool (V,), always including the largest, which is 0.
 
     top_k keeps exactly k entries, of equal ones those with the smaller id. top_p keeps the shortest run of the most
-    likely among those left whose share reaches top_p.
+    likely among those left whose share reaches top_p. min_p drops those below that share of the most likely.
     """
     keep = torch.ones_like(scaled_V, dtype=torch.bool)
     if 0 < top_k < scaled_V.numel() or top_p < 1.0:
@@ -67,7 +119,7 @@ def keep_mask(scaled_V: Tensor, top_k: int, top_p: float) -> Tensor:
             share = torch.cumsum(torch.softmax(ordered[:count], 0), 0)
             count = min(count, int((share < top_p).sum()) + 1)
         keep[order[count:]] = False
-    return keep
+    return keep & (scaled_V >= math.log(min_p)) if min_p else keep
 
 
 def uniform(seed: int, step_idx: int) -> float:

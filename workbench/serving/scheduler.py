@@ -11,6 +11,7 @@ are dropped when no admitted prompt has rows left to fill from them.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,18 @@ class SequenceState:
     def num_unread(self) -> int:
         """Prompt tokens not yet in the cache."""
         return max(0, self.num_prompt - self.num_cached)
+
+    @property
+    def history(self) -> bytes:
+        """int32 ids of prompt and answer, where the sampling needs them."""
+        if not self.request.sampling.needs_history:
+            return b""
+        return array("i", [*self.request.token_ids, *self.generated]).tobytes()
+
+    @property
+    def allowed(self) -> bytes:
+        """Which ids may come next, where there is a constraint."""
+        return self.request.constraint.allowed() if self.request.constraint is not None else b""
 
     def waiting_images(self) -> list[PlacedImage]:
         """Images with rows not yet in the cache."""
@@ -171,6 +184,8 @@ class Scheduler:
                 self._users[replica].subtract(before - {image.key for image in sequence.waiting_images()})
             for sequence, token in zip(sampling, sampled[replica], strict=True):
                 sequence.generated.append(token.token_id)
+                if sequence.request.constraint is not None:
+                    sequence.request.constraint.accept(token.token_id)
                 if not sequence.is_aborted:
                     news.append((sequence, token, _finish_reason(sequence)))
         return news
@@ -220,6 +235,8 @@ def _decode_step(sequence: SequenceState) -> SequenceStep:
         token_ids=(sequence.generated[-1],),
         sample=sequence.request.sampling,
         step_idx=len(sequence.generated),
+        history=sequence.history,
+        allowed=sequence.allowed,
     )
 
 
@@ -237,6 +254,8 @@ def _prefill_step(sequence: SequenceState, stop: int) -> SequenceStep:
         images=tuple(spans),
         has_images=bool(sequence.request.images),
         sample=sequence.request.sampling if stop == sequence.num_prompt else None,
+        history=sequence.history if stop == sequence.num_prompt else b"",
+        allowed=sequence.allowed if stop == sequence.num_prompt else b"",
     )
 
 

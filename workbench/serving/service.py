@@ -7,13 +7,15 @@ thread sees token ids and patches.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 from workbench.base import RequestError
+from workbench.serving.constraint import Grammars
 from workbench.serving.engine import Engine, EngineStats
 from workbench.serving.inputs import (
+    AnswerStream,
     ContentPart,
     ImageInput,
     ImagePart,
@@ -22,14 +24,16 @@ from workbench.serving.inputs import (
     PromptTokens,
     TextPart,
     Tokenizer,
+    check_chat,
     render_chat,
 )
+from workbench.serving.pieces import AnswerPieces
 from workbench.serving.reply import Answer, Reply
-from workbench.serving.requests import GenerationRequest, PlacedImage, SamplingParams
+from workbench.serving.requests import Constraint, GenerationRequest, PlacedImage, SamplingParams
 from workbench.serving.steps import Runner
 from workbench.serving.stop import StopMatcher
 
-__all__ = ["AnswerOptions", "ImagesLike", "MultimodalInferenceService"]
+__all__ = ["AnswerOptions", "ImagesLike", "MultimodalInferenceService", "placed_request"]
 
 ImagesLike = ImageSource | Sequence[ImageSource] | None
 
@@ -44,6 +48,8 @@ class AnswerOptions(TypedDict, total=False):
     seed: int | None
     stop: Sequence[str]
     thinking: bool
+    json_schema: Mapping[str, Any] | None
+    regex: str | None
 
 
 class Processor(Protocol):
@@ -72,6 +78,7 @@ class MultimodalInferenceService:
         max_queue: int = 256,
     ) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
+        self.grammars = Grammars(tokenizer)
         self.engine = Engine(model, step_tokens=step_tokens, max_queue=max_queue)
 
     def start(self) -> MultimodalInferenceService:
@@ -118,17 +125,16 @@ class MultimodalInferenceService:
         seed: int | None = None,
         stop: Sequence[str] = (),
         thinking: bool = False,
+        json_schema: Mapping[str, Any] | None = None,
+        regex: str | None = None,
     ) -> Reply:
         """As `infer` or `chat`, but returns at once: iterate the reply for pieces of text, close it to abort.
 
         `stop` strings end the answer and are not part of it; `seed` None draws one; `thinking` lets the model think
-        first, into `Answer.thinking`. The rest is as in `SamplingParams`.
+        first, into `Answer.thinking`. The answer's text is held to `json_schema` or `regex`. The rest is as in
+        `SamplingParams`.
         """
-        images = [self._process(source) for source in _as_list(image_input)]
-        if isinstance(text_or_messages, str):
-            content: list[ContentPart] = [*(ImagePart() for _ in images), TextPart(text_or_messages)]
-            text_or_messages = [Message("user", content)]
-        prompt = render_chat(text_or_messages, self.tokenizer, images, thinking=thinking)
+        prompt, images = self.prepare(text_or_messages, image_input, thinking=thinking)
         sampling = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -137,7 +143,27 @@ class MultimodalInferenceService:
             max_tokens=max_tokens,
             stop_ids=tuple(self.tokenizer.stop_ids),
         )
-        return self.generate(prompt, images, sampling, stop=stop, thinking=thinking)
+        constraint: Constraint | None = None
+        if json_schema is not None:
+            constraint = self.grammars.json_schema(json_schema, thinking=thinking)
+        elif regex is not None:
+            constraint = self.grammars.regex(regex, thinking=thinking)
+        return self.generate(prompt, images, sampling, stop=stop, thinking=thinking, constraint=constraint)
+
+    def prepare(
+        self, text_or_messages: str | Sequence[Message], image_input: ImagesLike = None, *, thinking: bool = False
+    ) -> tuple[PromptTokens, list[ImageInput]]:
+        """A question or a chat as the model reads it, for `generate`: the work in the caller's thread.
+
+        Text that could not fit is refused by its length, before the tokenizer sees it. Raises as `infer`.
+        """
+        sources = _as_list(image_input)
+        if isinstance(text_or_messages, str):
+            content: list[ContentPart] = [*(ImagePart() for _ in sources), TextPart(text_or_messages)]
+            text_or_messages = [Message("user", content)]
+        check_chat(text_or_messages, num_images=len(sources), room=self.model.info.max_tokens)
+        images = [self._process(source) for source in sources]
+        return render_chat(text_or_messages, self.tokenizer, images, thinking=thinking), images
 
     def generate(
         self,
@@ -147,32 +173,41 @@ class MultimodalInferenceService:
         *,
         stop: Sequence[str] = (),
         thinking: bool = False,
+        constraint: Constraint | None = None,
     ) -> Reply:
         """Continue a prompt of token ids, image by image as its spans say; what the other methods end in.
 
         Raises RequestError where images and spans do not belong together.
         """
-        if [(span.key, span.count) for span in prompt.image_spans] != [(x.key, x.num_tokens) for x in images]:
-            raise RequestError("the images are not those that the prompt has room for, in this order")
-        placed = tuple(
-            PlacedImage(key=image.key, patches=image.patches, grid=image.grid, row=span.start, count=span.count)
-            for span, image in zip(prompt.image_spans, images, strict=True)
-        )
+        request = placed_request(prompt, images, sampling, constraint)
         matcher = StopMatcher(stop)  # refuses unusable stop strings before anything is queued
-        generation = self.engine.submit(GenerationRequest(token_ids=prompt.token_ids, images=placed, sampling=sampling))
         return Reply(
-            generation,
-            self.tokenizer,
-            prompt_tokens=len(prompt.token_ids),
-            image_tokens=sum(image.count for image in placed),
-            stop=matcher,
-            thinking=thinking,
+            self.engine.submit(request),
+            AnswerPieces(self.tokenizer, stop=matcher, stream=AnswerStream(self.tokenizer, thinking=thinking)),
+            prompt_tokens=len(request.token_ids),
+            image_tokens=request.num_image_tokens,
         )
 
     def _process(self, source: ImageSource) -> ImageInput:
         if self.image_processor is None:
             raise RequestError("pictures need an image processor", next_step="Give the service an ImageProcessor")
         return self.image_processor.process(source)
+
+
+def placed_request(
+    prompt: PromptTokens,
+    images: Sequence[ImageInput],
+    sampling: SamplingParams,
+    constraint: Constraint | None = None,
+) -> GenerationRequest:
+    """The request for a prompt with its images. Raises RequestError where they do not belong together."""
+    if [(span.key, span.count) for span in prompt.image_spans] != [(x.key, x.num_tokens) for x in images]:
+        raise RequestError("the images are not those that the prompt has room for, in this order")
+    placed = tuple(
+        PlacedImage(key=image.key, patches=image.patches, grid=image.grid, row=span.start, count=span.count)
+        for span, image in zip(prompt.image_spans, images, strict=True)
+    )
+    return GenerationRequest(token_ids=prompt.token_ids, images=placed, sampling=sampling, constraint=constraint)
 
 
 def _as_list(images: ImagesLike) -> list[ImageSource]:

@@ -49,6 +49,9 @@ class SequenceStep:
     `start` tokens of the sequence are in `slot` already. `has_images` says that the chunk belongs to a prompt with
     images, whose pad tokens enter as zeros. With `sample` set the last row's logits give the sequence's next token,
     number `step_idx` of those it generates.
+
+    `history` is there where `sample` needs it: int32 ids of the whole sequence, of which the last `step_idx` were
+    generated. `allowed` has one bit per id, in little-endian words of 32: those that may be chosen; empty means all.
     """
 
     slot: int
@@ -58,6 +61,8 @@ class SequenceStep:
     has_images: bool = False
     sample: SamplingParams | None = None
     step_idx: int = 0
+    history: bytes = b""
+    allowed: bytes = b""
 
 
 StepInput = tuple[SequenceStep, ...]  # of one data-parallel replica; empty where it has nothing to do
@@ -65,10 +70,14 @@ StepInput = tuple[SequenceStep, ...]  # of one data-parallel replica; empty wher
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledToken:
-    """A chosen token and its natural-log probability under the unmodified distribution."""
+    """A chosen token and its natural-log probability under the unmodified distribution.
+
+    `top` has the likeliest ids with theirs, best first, as many as the sampling parameters ask for.
+    """
 
     token_id: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,37 +1,67 @@
 """What a model is: `ModelSpec`, the tensors it must be published with, and counts over both."""
 
+from workbench.spec.blocks import BLOCKS, missing_blocks, needed_blocks, require_runnable
 from workbench.spec.config import read_json
-from workbench.spec.counts import LayerCounts, ModelCounts, count_model, kv_bytes_per_token, state_bytes_per_sequence
+from workbench.spec.counts import (
+    LayerCounts,
+    ModelCounts,
+    count_draft,
+    count_model,
+    index_bytes_per_token,
+    kv_bytes,
+    kv_bytes_per_token,
+    state_bytes_per_sequence,
+)
+from workbench.spec.mixers import (
+    BlockSparseSpec,
+    CompressedSpec,
+    GatedDeltaSpec,
+    GQASpec,
+    IndexerSpec,
+    KDASpec,
+    MixerSpec,
+    MLASpec,
+)
 from workbench.spec.model import (
     Activation,
     AttentionResidualSpec,
     DenseFFNSpec,
+    DraftSpec,
     FFNSpec,
+    HyperConnectionSpec,
     ImageSpec,
-    KDASpec,
     LayerSpec,
-    MixerSpec,
-    MLASpec,
     ModelSpec,
     MoESpec,
     ProjectorSpec,
-    QuantSpec,
     SpecialTokens,
     VisionSpec,
 )
-from workbench.spec.parse import parse_config, published_tensors, read_spec
+from workbench.spec.parse import draft_tensors, parse_config, published_tensors, read_spec
+from workbench.spec.quant import QuantGroup, QuantSpec, RuleBook
 from workbench.spec.quant_rules import QuantRow, QuantTable, module_kind, resolve_quant_rules
+from workbench.spec.rope import LlamaScaling, RopeSpec, YarnSpec
+from workbench.spec.storage import SCHEMES, Scheme, pieces_of, scheme_table
 from workbench.spec.tensors import Part, Role, TensorSpec
 
 __all__ = [
     "Activation",
     "AttentionResidualSpec",
+    "BLOCKS",
+    "BlockSparseSpec",
+    "CompressedSpec",
     "DenseFFNSpec",
+    "DraftSpec",
     "FFNSpec",
+    "GQASpec",
+    "GatedDeltaSpec",
+    "HyperConnectionSpec",
     "ImageSpec",
+    "IndexerSpec",
     "KDASpec",
     "LayerCounts",
     "LayerSpec",
+    "LlamaScaling",
     "MLASpec",
     "MixerSpec",
     "MoESpec",
@@ -39,20 +69,35 @@ __all__ = [
     "ModelSpec",
     "Part",
     "ProjectorSpec",
+    "QuantGroup",
     "QuantRow",
     "QuantSpec",
     "QuantTable",
     "Role",
+    "RopeSpec",
+    "RuleBook",
+    "SCHEMES",
+    "Scheme",
     "SpecialTokens",
     "TensorSpec",
     "VisionSpec",
+    "YarnSpec",
+    "count_draft",
     "count_model",
+    "draft_tensors",
+    "index_bytes_per_token",
+    "kv_bytes",
     "kv_bytes_per_token",
+    "missing_blocks",
     "module_kind",
+    "needed_blocks",
     "parse_config",
+    "pieces_of",
     "published_tensors",
     "read_json",
     "read_spec",
+    "require_runnable",
     "resolve_quant_rules",
+    "scheme_table",
     "state_bytes_per_sequence",
 ]

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from workbench.spec.mixers import CompressedSpec, GatedDeltaSpec, GQASpec, KDASpec, MixerSpec, MLASpec
+from workbench.spec.quant import QuantSpec
+
 __all__ = [
     "Activation",
     "AttentionResidualSpec",
     "DenseFFNSpec",
+    "DraftSpec",
     "FFNSpec",
+    "HyperConnectionSpec",
     "ImageSpec",
     "KDASpec",
     "LayerSpec",
@@ -29,56 +34,15 @@ class Activation:
     """Gated activation of a feed-forward block.
 
     `situ`: beta * tanh(g / beta) * sigmoid(g) * linear_beta * tanh(u / linear_beta), computed in fp32.
-    `silu`: g * sigmoid(g) * u.
+    `silu`: g * sigmoid(g) * u; with a `limit`, g is first cut off above and u on both sides.
+    `swiglu_oai`: g * sigmoid(alpha * g) * (u + 1), after the same cuts.
     """
 
-    kind: Literal["situ", "silu"]
+    kind: Literal["situ", "silu", "swiglu_oai"]
     beta: float = 1.0
     linear_beta: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KDASpec:
-    """Kimi Delta Attention: gated delta rule with a decay per head and key channel (arXiv 2510.26692).
-
-    State per sequence: (num_heads, head_dim, head_dim) fp32, plus `conv_size - 1` inputs of each of q, k, v.
-    """
-
-    num_heads: int
-    head_dim: int
-    conv_size: int
-    decay_bound: float  # log decay lies in (decay_bound, 0)
-    decay_rank: int  # width of the f_a / f_b bottleneck
-    norm_eps: float
-    l2_eps: float = 1e-6  # added to the SUM of squares of q and k
-
-    @property
-    def width(self) -> int:
-        return self.num_heads * self.head_dim
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MLASpec:
-    """Multi-head latent attention (arXiv 2405.04434); `rope_dim` columns are an extra shared key where NoPE is used."""
-
-    num_heads: int
-    q_rank: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    has_rotary: bool
-    has_output_gate: bool
-    latent_norm_eps: float
-
-    @property
-    def qk_dim(self) -> int:
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def cache_dim(self) -> int:
-        """Values cached per token: normalised latent and shared key."""
-        return self.kv_rank + self.rope_dim
+    alpha: float = 1.0
+    limit: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +53,11 @@ class DenseFFNSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoESpec:
-    """Mixture of experts with a sigmoid router, run at `latent_dim` (equal to the model width where not latent)."""
+    """Mixture of experts, run at `latent_dim` (equal to the model width where `has_latent` is False).
+
+    `scoring` is what turns router logits into scores; "softmax_topk" takes the softmax over the chosen ones only.
+    Experts lie in `num_groups` groups of which the best `top_groups` stay in the race, by the sum of the best two.
+    """
 
     num_experts: int
     top_k: int
@@ -102,9 +70,18 @@ class MoESpec:
     routed_scale: float
     norm_eps: float
     activation: Activation
+    scoring: Literal["sigmoid", "softmax", "softmax_topk", "sqrtsoftplus"] = "sigmoid"
+    has_latent: bool = True
+    has_correction_bias: bool = True  # joins the choice, not the weights
+    has_router_bias: bool = False  # an ordinary bias of the router's logits
+    has_expert_bias: bool = False
+    has_shared_gate: bool = False  # sigmoid of one more projection scales the shared expert
+    scales_input: bool = False  # the weight scales an expert's input rather than its output (Llama-4)
+    num_groups: int = 1
+    top_groups: int = 1
+    is_hash_routed: bool = False  # experts are looked up by token id, the router only weighs them
 
 
-MixerSpec = KDASpec | MLASpec
 FFNSpec = DenseFFNSpec | MoESpec
 
 
@@ -121,8 +98,18 @@ class LayerSpec:
     @property
     def kind(self) -> str:
         """Short name, e.g. "KDA+MoE"; layers of one kind run the same operators."""
-        mixer = "KDA" if isinstance(self.mixer, KDASpec) else "MLA"
-        return f"{mixer}+{'MoE' if self.is_moe else 'dense'}"
+        return f"{_mixer_name(self.mixer)}+{'MoE' if self.is_moe else 'dense'}"
+
+
+def _mixer_name(mixer: MixerSpec) -> str:
+    if isinstance(mixer, GQASpec):
+        marks = {"window": mixer.window, "chunk": mixer.chunk, "sparse": mixer.sparse, "NoPE": mixer.rope is None}
+        return "GQA" + "".join(f" {name}" for name, value in marks.items() if value)
+    if isinstance(mixer, MLASpec) and mixer.indexer is not None:
+        return "MLA sparse" if mixer.indexer.owns_choice else "MLA sparse, shared choice"
+    if isinstance(mixer, CompressedSpec):
+        return f"compressed 1/{mixer.ratio}" if mixer.ratio else "compressed window"
+    return {KDASpec: "KDA", MLASpec: "MLA", GatedDeltaSpec: "delta net"}[type(mixer)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,8 +128,33 @@ class AttentionResidualSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HyperConnectionSpec:
+    """Manifold-constrained hyper-connections: `num_streams` residual streams, mixed by doubly stochastic matrices."""
+
+    num_streams: int
+    num_iterations: int  # Sinkhorn steps
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftSpec:
+    """Multi-token-prediction layers after the last one: kept apart, for speculation; the model is whole without them.
+
+    Each joins the hidden state with the embedding of the next token by a (D, 2 D) projection, then runs `layer`.
+    """
+
+    num_layers: int
+    layer: LayerSpec
+    has_own_embedding: bool  # and head, stored again in the files
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VisionSpec:
-    """Vision transformer over packed patches of images of any size."""
+    """Vision transformer over packed patches of images of any size.
+
+    `moonvit_k3`: RMS norms, no biases. `moonvit`: layer norms and biases. `qwen3_vl`: as that, with a patch of
+    `temporal_patch` frames, and the states after layers `deepstack` added to the first decoder layers.
+    """
 
     num_layers: int
     hidden_size: int
@@ -156,6 +168,9 @@ class VisionSpec:
     num_frames: int
     rope_theta: float
     norm_eps: float
+    kind: Literal["moonvit_k3", "moonvit", "qwen3_vl"] = "moonvit_k3"
+    temporal_patch: int = 1
+    deepstack: tuple[int, ...] = ()
 
     @property
     def head_dim(self) -> int:
@@ -187,20 +202,14 @@ class ImageSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantSpec:
-    """How the routed experts are stored in the published files; everything else is plain."""
-
-    scheme: Literal["mxfp4"]
-    group_size: int
-    ignore: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialTokens:
+    """Token ids; -1 where the config names none. `more_eos` end an answer as well."""
+
     bos: int
     eos: int
     pad: int
     media: int | None  # one per image in the prompt; replaced by the image's rows
+    more_eos: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,6 +234,11 @@ class ModelSpec:
     projector: ProjectorSpec | None
     image: ImageSpec | None
     unknown_keys: tuple[tuple[str, object], ...] = ()
+    is_tied: bool = False  # the head reads the embedding matrix, which is stored once
+    norm_offset: float = 0.0  # added to every norm weight: 1 where the files hold the difference from one
+    streams: HyperConnectionSpec | None = None
+    draft: DraftSpec | None = None
+    unread_parts: tuple[str, ...] = ()  # whole parts of the model that are not described here, e.g. a vision tower
 
     @property
     def num_layers(self) -> int:

@@ -8,22 +8,23 @@ from pathlib import Path
 
 from workbench.base import ConfigError, UnsupportedModelError
 from workbench.spec.config import read_json
-from workbench.spec.families import FAMILIES
+from workbench.spec.families import family_named, family_of, known_families
 from workbench.spec.model import ModelSpec
 from workbench.spec.tensors import TensorSpec
 
-__all__ = ["parse_config", "published_tensors", "read_spec"]
+__all__ = ["draft_tensors", "parse_config", "published_tensors", "read_spec"]
 
 
 def parse_config(config: Mapping[str, object], image_config: Mapping[str, object] | None = None) -> ModelSpec:
     """ModelSpec by the family that recognises `config`. Raises UnsupportedModelError if none does, else ConfigError."""
-    for family in FAMILIES:
-        if family.matches(config):
-            return family.parse(config, image_config)
+    family = family_of(config)
+    if family is not None:
+        return family.parse(config, image_config)
     raise UnsupportedModelError(
         "no family recognises this config",
         found=f"model_type={config.get('model_type')!r}, architectures={config.get('architectures')!r}",
-        expected=" or ".join(family.ARCHITECTURE for family in FAMILIES),
+        expected=" or ".join(name for family in known_families() for name in family.ARCHITECTURES),
+        next_step="`workbench inspect` guesses what it can of an unknown model; docs/adding-a-family.md adds one",
     )
 
 
@@ -53,5 +54,10 @@ def _where_to_look(root: Path) -> str:
 
 def published_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     """Every tensor a checkpoint of this model must hold, with its place in the model."""
-    family = next(family for family in FAMILIES if spec.family == family.FAMILY)
-    return family.tensors(spec)
+    return family_named(spec.family).tensors(spec)
+
+
+def draft_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
+    """Tensors of the multi-token-prediction layers: a checkpoint may hold them, and the model is whole without."""
+    family = family_named(spec.family)
+    return family.draft_tensors(spec) if spec.draft is not None and hasattr(family, "draft_tensors") else iter(())

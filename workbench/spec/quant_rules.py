@@ -5,8 +5,8 @@ matches), the files speak in names (`weight_packed` and `weight_scale`, or a pla
 trusted: K3 leaves its router and its latent projections plain although no rule ignores them. The table shows every
 kind of module with both answers.
 
-Rules follow compressed-tensors: `re:PATTERN` matches from the start of the full module name, anything else must equal
-the name. Patterns come from a downloaded file, so those that could take exponential time are refused.
+How a rule is read depends on the method, see `quant`. Patterns come from a downloaded file, so those that could take
+exponential time are refused.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 
-from workbench.base import ConfigError, short_repr
+from workbench.base import Table
 from workbench.spec.model import ModelSpec
 from workbench.spec.parse import published_tensors
+from workbench.spec.quant import RuleBook
+from workbench.spec.storage import SCHEMES, SchemeName
 from workbench.spec.tensors import TensorSpec
 
 __all__ = ["QuantRow", "QuantTable", "module_kind", "resolve_quant_rules"]
 
-PACKED, PLAIN = "weight_packed", "weight"
-_WHERE = "quantization_config.ignore"
-# Three ".*" over an 80-character name are some 80,000 steps at worst; each one more multiplies that by twenty.
-MAX_PATTERN_LENGTH, MAX_REPEATS, MAX_PATTERNS = 200, 3, 64
+_PIECES = [piece for scheme in SCHEMES.values() for piece in scheme.pieces(256, 256, 32)]
+_VALUES = tuple(dict.fromkeys(piece.suffix for piece in _PIECES if piece.holds_weights))
+_SCALES = tuple(dict.fromkeys(piece.suffix for piece in _PIECES if not piece.holds_weights))
+_CODES = tuple(suffix for suffix in _VALUES if suffix != ".weight")
+_SUFFIXES = (*_VALUES, *_SCALES)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # Roles whose 2-d weights are not Linear modules: lookups and the learned position grid are tables.
 _TABLES = ("embedding",)
@@ -41,6 +44,7 @@ class QuantRow:
     is_quantised_by_rules: bool
     is_quantised_in_files: bool
     cuts_name: bool  # the rule stops inside a name segment: "mlp.gate" also takes "mlp.gate_proj"
+    scheme: str | None = None  # how the rules store it, None: plain
 
     @property
     def agrees(self) -> bool:
@@ -56,6 +60,22 @@ class QuantTable:
     def disagreements(self) -> tuple[QuantRow, ...]:
         return tuple(row for row in self.rows if not row.agrees)
 
+    def table(self) -> Table:
+        rows = tuple(
+            (
+                row.module,
+                row.count,
+                row.scheme or "plain",
+                "quantised" if row.is_quantised_in_files else "plain",
+                row.rule or "",
+                "" if row.agrees else "rules and files disagree",
+            )
+            for row in self.rows
+        )
+        note = f"rules that match no module: {', '.join(self.unused_rules)}" if self.unused_rules else ""
+        columns = ("module", "count", "by the rules", "in the files", "kept plain by", "remark")
+        return Table(title="Storage by module", columns=columns, rows=rows, note=note)
+
 
 def module_kind(name: str) -> str:
     """A dotted name with its numbers replaced by `*`."""
@@ -65,62 +85,66 @@ def module_kind(name: str) -> str:
 def resolve_quant_rules(
     spec: ModelSpec, names: Collection[str] | None = None, tensors: Iterable[TensorSpec] | None = None
 ) -> QuantTable:
-    """Every matrix of the model against the ignore rules of its config.
+    """Every matrix of the model against the rules of its config.
 
     `names` are the tensor names of the checkpoint; without them the published names of the spec stand in. `tensors`:
     all of `published_tensors(spec)`, where the caller has them already. Raises ConfigError for a rule that is no
     valid pattern or too complex to evaluate safely.
     """
     rules = () if spec.quant is None else spec.quant.ignore
-    exact = {rule: idx for idx, rule in enumerate(rules) if not rule.startswith("re:")}
-    patterns = [(idx, _compile(rule)) for idx, rule in enumerate(rules) if rule.startswith("re:")]
-    if len(patterns) > MAX_PATTERNS:
-        raise ConfigError(f"{len(patterns)} ignore patterns", where=_WHERE, expected=f"up to {MAX_PATTERNS}")
+    book = RuleBook(spec.quant)
     held = names if names is None or isinstance(names, (Mapping, Set)) else frozenset(names)
-    counts: dict[tuple[str, int | None, bool, bool], int] = {}
+    counts: dict[tuple[str, int | None, bool, bool, SchemeName | None], int] = {}
     used: set[int] = set()
     for tensor in published_tensors(spec) if tensors is None else tensors:
-        if len(tensor.shape) != 2 or tensor.role in _TABLES or tensor.part == "weight_scale":
+        if not _stands_for_a_matrix(tensor):
             continue
-        module = tensor.name.rpartition(".")[0]
-        if held is not None and not (f"{module}.{PLAIN}" in held or f"{module}.{PACKED}" in held):
+        module = _module_of(tensor)
+        if held is not None and not _is_held(module, held):
             continue  # not in the files at all: another check names it as missing
-        packed = tensor.part == PACKED if held is None else f"{module}.{PACKED}" in held
-        matches = [(idx, match.end()) for idx, pattern in patterns if (match := pattern.match(module))]
-        if module in exact:
-            matches.append((exact[module], len(module)))
-        used.update(idx for idx, _ in matches)
-        rule_idx, stop = min(matches, default=(None, len(module)))
-        cuts = stop < len(module) and module[stop] != "."
-        key = (module_kind(module), rule_idx, packed, cuts)
+        decision = book.decide(module)
+        packed = tensor.is_quantised if held is None else _is_packed(module, held)
+        used.update(idx for idx, _ in book.ignore.all(module))
+        cuts = decision.stop < len(module) and module[decision.stop] != "."
+        scheme = None if decision.group is None else decision.group.scheme
+        key = (module_kind(module), decision.rule_idx, packed, cuts, scheme)
         counts[key] = counts.get(key, 0) + 1
     rows = tuple(
         QuantRow(
             module=module,
             count=count,
             rule=None if rule_idx is None else rules[rule_idx],
-            is_quantised_by_rules=spec.quant is not None and rule_idx is None,
+            is_quantised_by_rules=scheme is not None,
             is_quantised_in_files=packed,
             cuts_name=cuts,
+            scheme=scheme,
         )
-        for (module, rule_idx, packed, cuts), count in counts.items()
+        for (module, rule_idx, packed, cuts, scheme), count in counts.items()
     )
     return QuantTable(rows=rows, unused_rules=tuple(rule for idx, rule in enumerate(rules) if idx not in used))
 
 
-def _compile(rule: str) -> re.Pattern[str]:
-    pattern = rule.removeprefix("re:")
-    # A repeated group can backtrack exponentially, a chain of repeats polynomially; "(?" opens groups and flags that
-    # are hard to judge. Escapes are not looked at: refusing one pattern too many costs an info line, not an hour.
-    repeats = len(re.findall(r"[*+?{]", pattern))
-    if len(pattern) > MAX_PATTERN_LENGTH or repeats > MAX_REPEATS or re.search(r"\)[*+{]|\(\?", pattern):
-        raise ConfigError(
-            "ignore rule is too complex to evaluate safely",
-            where=_WHERE,
-            found=short_repr(rule),
-            expected=f"up to {MAX_PATTERN_LENGTH} characters, {MAX_REPEATS} repeats, no repeated or special group",
-        )
-    try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(f"ignore rule is no valid pattern: {error}", where=_WHERE, found=short_repr(rule)) from None
+def _stands_for_a_matrix(tensor: TensorSpec) -> bool:
+    """One tensor per matrix: its plain weight, or the piece that holds its codes."""
+    if tensor.role in _TABLES:
+        return False
+    if tensor.weights is not None:
+        return tensor.weights > 0
+    return len(tensor.shape) == (2 if tensor.num_stacked is None else 3) and tensor.part in ("weight", "weight_packed")
+
+
+def _module_of(tensor: TensorSpec) -> str:
+    """Name of the module, as rules speak of it: the tensor's name without the suffix of its piece."""
+    for suffix in _SUFFIXES:
+        if tensor.name.endswith(suffix):
+            return tensor.name.removesuffix(suffix)
+    return tensor.name
+
+
+def _is_held(module: str, held: Collection[str]) -> bool:
+    return any(f"{module}{suffix}" in held for suffix in (*_VALUES, ""))
+
+
+def _is_packed(module: str, held: Collection[str]) -> bool:
+    """Whether the files hold anything but a plain weight: codes by name, or a weight with a scale beside it."""
+    return any(f"{module}{suffix}" in held for suffix in (*_CODES, *_SCALES))

@@ -13,31 +13,49 @@ from workbench.view.charts import (
 )
 from workbench.view.figures import plotly_figure
 from workbench.view.panel import LoadProgressView, load_progress
+from workbench.view.precision import errors_by_layer, precision_pareto, sensitivity_bars
 from workbench.view.progress import LoadSnapshot, LoadWatch, ProgressReport, TerminalProgress, terminal_progress
 from workbench.view.svg import draw_svg
 from workbench.view.tables import bytes_table, facts_table, latency_table, matmul_table
+from workbench.view.topology import HeatMap, LinkGraph, heat_figure, link_graph, link_heat, topology_figure
+from workbench.view.training import TrainingHistory, balance_chart, exam_chart, loss_chart
+from workbench.view.training_panel import TrainingView
 
 __all__ = [
     "BarChart",
     "Chart",
+    "HeatMap",
     "LineChart",
+    "LinkGraph",
     "LoadProgressView",
     "LoadSnapshot",
     "LoadWatch",
     "ProgressReport",
     "Series",
     "TerminalProgress",
+    "TrainingHistory",
+    "TrainingView",
+    "balance_chart",
     "bytes_by_role",
     "bytes_table",
     "chart_from_json",
     "difference_by_layer",
     "draw_svg",
+    "errors_by_layer",
+    "exam_chart",
     "facts_table",
+    "heat_figure",
     "latency_bars",
     "latency_table",
+    "link_graph",
+    "link_heat",
     "load_progress",
     "load_timeline",
+    "loss_chart",
     "matmul_table",
     "plotly_figure",
+    "precision_pareto",
+    "sensitivity_bars",
     "terminal_progress",
+    "topology_figure",
 ]

@@ -1,25 +1,22 @@
 """A live panel for notebooks: bars and a chart while ranks load, and a static picture of them when they are done.
 
-The work runs elsewhere (worker processes, their reader thread); a background thread of the panel redraws at most ten
-times a second by setting one widget trait, which is the kind of message that reaches the page from a thread while a
-cell is busy. Nothing is displayed from that thread: output shown there would land in no cell, or in the wrong one.
+The work runs elsewhere (worker processes, their reader thread); the panel is redrawn from a thread of its own.
 """
 
 from __future__ import annotations
 
 import html
-import threading
 from typing import Any
 
 from workbench.base import human
 from workbench.view.charts import LineChart, load_timeline
 from workbench.view.figures import plotly_layout, plotly_traces
+from workbench.view.live import INTERVAL_S, Redrawer
 from workbench.view.progress import LoadSnapshot, LoadWatch, ProgressReport, TerminalProgress
 from workbench.view.svg import draw_svg
 
 __all__ = ["LoadProgressView", "load_progress", "progress_html"]
 
-INTERVAL_S = 0.1  # a page keeps up with 10 redraws a second, and not with 40
 FIGURE_EVERY = 2  # the plotly chart is redrawn at half that rate
 
 
@@ -46,13 +43,13 @@ class LoadProgressView:
 
         self.watch = LoadWatch(num_ranks)
         self.title = title
-        self.interval_s = max(INTERVAL_S, interval_s)
         self.panel = ipywidgets.HTML(progress_html(self.watch.snapshot(), None, title=title))
         self.figure = self._new_figure() if plotly else None
-        self.num_redraws = 0
-        self._drawn_version = 0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._redrawer = Redrawer(self._redraw, lambda: self.watch.version, interval_s=interval_s, name="load-progress")
+
+    @property
+    def num_redraws(self) -> int:
+        return self._redrawer.num_redraws
 
     def __call__(self, report: ProgressReport) -> None:
         self.watch(report)
@@ -66,25 +63,20 @@ class LoadProgressView:
 
     def show(self) -> None:
         """Display the panel here and start redrawing it. Call from a cell, not from a thread."""
-        if self._thread is not None:
+        if self._redrawer.is_started:
             return
         import ipywidgets
         from IPython.display import display
 
         display(self.panel if self.figure is None else ipywidgets.VBox([self.panel, self.figure]))
-        self._thread = threading.Thread(target=self._redraw_until_stopped, name="load-progress", daemon=True)
-        self._thread.start()
+        self._redrawer.start()
 
     def close(self) -> None:
         """Stop redrawing, bring the panel up to date and leave a static picture. A second call does nothing."""
-        if self._stop.is_set():
+        if not self._redrawer.stop():
             return
-        self._stop.set()
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._redraw(with_figure=True)
         if self.figure is not None:
+            self._redraw_figure(self.chart())
             # A figure widget's stored state is what was first displayed; this refreshes it, so that a saved notebook
             # and a reloaded page show the end and not the empty beginning.
             self.figure._repr_mimebundle_()
@@ -106,20 +98,11 @@ class LoadProgressView:
             bundle["image/svg+xml"] = draw_svg(chart, standalone=True)
         display(bundle, raw=True)
 
-    def _redraw_until_stopped(self) -> None:
-        tick = 0
-        while not self._stop.wait(self.interval_s):
-            if self.watch.version != self._drawn_version:
-                self._redraw(with_figure=tick % FIGURE_EVERY == 0)
-                tick += 1
-
-    def _redraw(self, *, with_figure: bool) -> None:
-        self._drawn_version = self.watch.version
+    def _redraw(self) -> None:
         chart = self.chart()
         own_chart = chart if self.figure is None else None
         self.panel.value = progress_html(self.watch.snapshot(), own_chart, title=self.title)
-        self.num_redraws += 1
-        if self.figure is not None and with_figure and chart is not None:
+        if self.figure is not None and self.num_redraws % FIGURE_EVERY == 0:
             self._redraw_figure(chart)
 
     def _new_figure(self) -> Any:
@@ -127,8 +110,9 @@ class LoadProgressView:
 
         return go.FigureWidget(layout={"height": 340, "template": "plotly_white"})
 
-    def _redraw_figure(self, chart: LineChart) -> None:
-        assert self.figure is not None
+    def _redraw_figure(self, chart: LineChart | None) -> None:
+        if self.figure is None or chart is None:
+            return
         traces = plotly_traces(chart)
         with self.figure.batch_update():  # one redraw for all lines
             for trace, old in zip(traces, self.figure.data, strict=False):

@@ -12,11 +12,12 @@ Only the markers are reserved ids. Names, attributes and bodies are ordinary tex
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from workbench.base import RequestError, short_repr
+from workbench.base import PromptTooLongError, RequestError, short_repr
 from workbench.serving.inputs.images import ImageInput
 from workbench.serving.inputs.tokenizer import Tokenizer
 
@@ -31,6 +32,8 @@ __all__ = [
     "PromptTokens",
     "Role",
     "TextPart",
+    "check_chat",
+    "check_text",
     "expand_images",
     "parse_answer",
     "render_chat",
@@ -105,6 +108,39 @@ class PromptTokens:
     image_spans: tuple[PromptImage, ...] = ()
 
 
+# No text comes near this many characters per token: a longer one cannot fit, and need not be cut to know it.
+MAX_CHARS_PER_TOKEN = 16
+
+
+def check_chat(messages: Sequence[Message], *, num_images: int, room: int) -> None:
+    """What can be said of a chat before its text is cut into tokens, of which `room` have a place in the cache.
+
+    Raises RequestError for anything but messages and where there are more or fewer images than places for them,
+    PromptTooLongError for a chat that is too long for any tokenizer.
+    """
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Message) for message in messages):
+        found = f"{type(messages).__name__} {short_repr(messages)}"
+        raise RequestError("a question is text, a chat a list of Message", found=found)
+    places = sum(isinstance(part, ImagePart) for message in messages for part in message.parts)
+    if places != num_images:
+        raise RequestError("images and their places in the chat differ in number", found=num_images, expected=places)
+    num_parts = sum(max(1, len(message.parts)) for message in messages)
+    if num_parts > room:
+        raise PromptTooLongError(f"a chat of {num_parts:,} messages and parts does not fit into {room:,} tokens")
+    texts = (part.text for message in messages for part in message.parts if isinstance(part, TextPart))
+    check_text(sum(map(len, texts)) + sum(len(message.thinking) + len(message.kind) for message in messages), room=room)
+
+
+def check_text(num_chars: int, *, room: int) -> None:
+    """Raises PromptTooLongError for more characters than `room` tokens could ever hold."""
+    if num_chars > MAX_CHARS_PER_TOKEN * room:
+        raise PromptTooLongError(
+            f"a text of {num_chars:,} characters does not fit into {room:,} tokens",
+            expected=f"at most {MAX_CHARS_PER_TOKEN * room:,} characters",
+            next_step="Shorten the prompt",
+        )
+
+
 def render_chat(
     messages: Sequence[Message], tokenizer: Tokenizer, images: Sequence[ImageInput] = (), *, thinking: bool = False
 ) -> PromptTokens:
@@ -114,12 +150,7 @@ def render_chat(
     every earlier assistant message shows that channel, empty or not; without it the channel is left out everywhere.
     Raises RequestError for anything but messages, and where there are more or fewer images than places for them.
     """
-    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Message) for message in messages):
-        found = f"{type(messages).__name__} {short_repr(messages)}"
-        raise RequestError("a question is text, a chat a list of Message", found=found)
-    places = sum(isinstance(part, ImagePart) for message in messages for part in message.parts)
-    if places != len(images):
-        raise RequestError("images and their places in the chat differ in number", found=len(images), expected=places)
+    check_chat(messages, num_images=len(images), room=sys.maxsize)
     writer = _Writer(tokenizer, images)
     for message in messages:
         writer.open("message", role=message.role, **({"type": message.kind} if message.kind else {}))
@@ -235,6 +266,11 @@ class AnswerStream:
         self._text = tokenizer.stream()
         self._tag: list[int] | None = None  # ids of the name between an open or close marker and its separator
         self._tag_opens = False
+
+    @property
+    def channel(self) -> Channel | None:
+        """Where an ordinary id pushed now would go; None between channels and inside a marker's name."""
+        return self._channel if self._tag is None and not self.is_complete else None
 
     def push(self, token_id: int) -> list[AnswerDelta]:
         """Text that became whole with this id, at most one delta: a marker may bring out the rest of its channel."""

@@ -14,10 +14,12 @@ Source: the published config, index and modelling files of moonshotai/Kimi-K3.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 
 from workbench.base import ConfigError
-from workbench.spec.config import ConfigReader
+from workbench.spec.config import SERIALISED_DEFAULTS, ConfigReader
 from workbench.spec.model import (
     Activation,
     AttentionResidualSpec,
@@ -29,15 +31,18 @@ from workbench.spec.model import (
     ModelSpec,
     MoESpec,
     ProjectorSpec,
-    QuantSpec,
     SpecialTokens,
     VisionSpec,
 )
-from workbench.spec.tensors import Part, Role, TensorSpec
+from workbench.spec.quant import RuleBook
+from workbench.spec.quant_config import read_quant
+from workbench.spec.storage import Piece, pieces_of
+from workbench.spec.tensors import Role, TensorSpec
 
-__all__ = ["ARCHITECTURE", "matches", "parse", "tensors"]
+__all__ = ["ARCHITECTURES", "FAMILY", "matches", "parse", "tensors"]
 
 ARCHITECTURE = "KimiK3ForConditionalGeneration"
+ARCHITECTURES = (ARCHITECTURE,)
 FAMILY = "kimi_k3"
 
 LATENT_NORM_EPS = 1e-6  # [K3-2] the released code builds these two norms with the class default, not rms_norm_eps
@@ -46,21 +51,6 @@ VISION_ROPE_THETA = 10000.0
 
 # Far above any model; a hostile count must be refused here and not by running out of memory while listing tensors.
 MAX_LAYERS, MAX_EXPERTS, MAX_EXPERTS_IN_ALL = 10_000, 1 << 16, 1 << 20
-
-# transformers writes its own defaults into every config; they carry no news about the model.
-SERIALISED_DEFAULTS = frozenset(
-    """
-    _name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder label2id
-    length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_scores prefix problem_type pruned_heads remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
-    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version
-    typical_p use_bfloat16 use_cache _attn_implementation ignore_index image_placeholder
-    """.split()  # noqa: SIM905 - a list of forty literals reads worse
-)
 
 
 def matches(config: Mapping[str, object]) -> bool:
@@ -98,7 +88,7 @@ def parse(config: Mapping[str, object], image_config: Mapping[str, object] | Non
         norm_eps=eps,
         max_context=text.integer("max_position_embeddings"),
         dtype=dtype,
-        quant=_parse_quant(text),
+        quant=read_quant(text, families=("compressed-tensors",)),
         tokens=SpecialTokens(
             bos=_same(top, text, "bos_token_id"),
             eos=_same(top, text, "eos_token_id"),
@@ -218,26 +208,6 @@ def _parse_layers(text: ConfigReader, eps: float) -> tuple[LayerSpec, ...]:
     )
 
 
-def _parse_quant(text: ConfigReader) -> QuantSpec | None:
-    if not text.has("quantization_config"):  # [K3-6]
-        return None
-    quant = text.child("quantization_config")
-    quant.skip("global_compression_ratio", "kv_cache_scheme", "quantization_status")
-    quant.require("quant_method", "compressed-tensors")
-    quant.require("format", "mxfp4-pack-quantized")
-    groups = quant.child("config_groups")
-    group = groups.child("group_0")
-    group.skip("format", "targets", "output_activations", "input_activations")
-    weights = group.child("weights")
-    for key, wanted in (("num_bits", 4), ("type", "float"), ("strategy", "group"), ("symmetric", True)):
-        weights.require(key, wanted)
-    weights.skip("actorder", "block_structure", "dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-    group_size = weights.integer("group_size")
-    if group_size != 32:
-        weights.refuse("group_size", "MXFP4 shares one scale among 32 columns")
-    return QuantSpec(scheme="mxfp4", group_size=group_size, ignore=quant.str_list("ignore"))
-
-
 def _parse_vision(vision: ConfigReader, text_width: int) -> tuple[VisionSpec, ProjectorSpec]:
     for key, wanted in (
         ("activation_func", "gelu_pytorch_tanh"),
@@ -307,13 +277,66 @@ def _parse_image(image_config: Mapping[str, object] | None, vision: VisionSpec) 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     """Every tensor the published files must hold, in file order: layers, then head, projector, tower."""
+    storage = _Storage(spec)
     for layer in spec.layers:
-        yield from _layer_tensors(spec, layer)
+        yield from _layer_tensors(spec, layer, storage)
     yield from _edge_tensors(spec)
     yield from _vision_tensors(spec)
 
 
-def _layer_tensors(spec: ModelSpec, layer: LayerSpec) -> Iterator[TensorSpec]:
+class _Storage:
+    """How each matrix is stored. As published, the rules are not to be trusted: they would quantise what the files hold
+    plain, so that one MXFP4 group means the routed experts alone. Another scheme, or several, say what they mean."""
+
+    def __init__(self, spec: ModelSpec):
+        self.quant, self.book = spec.quant, RuleBook(spec.quant)
+        self.is_as_published = spec.quant is None or (spec.quant.scheme == "mxfp4" and not spec.quant.groups)
+
+    def pieces(self, module: str, rows: int, columns: int, *, is_expert: bool) -> tuple[Piece, ...]:
+        """What a matrix is stored in; () where it is plain. `module` is the one whose rules count."""
+        if self.quant is None or (self.is_as_published and not is_expert):
+            return ()
+        if self.is_as_published:
+            return pieces_of(self.quant.scheme, rows, columns, self.quant.group_size)
+        group = self.book.decide(module).group
+        return () if group is None else pieces_of(group.scheme, rows, columns, group.group_size)
+
+
+def _as_pieces(tensor: TensorSpec, pieces: tuple[Piece, ...]) -> Iterator[TensorSpec]:
+    module, num_weights = tensor.name.removesuffix(".weight"), math.prod(tensor.shape)
+    if not pieces:
+        yield tensor
+    for piece in pieces:
+        yield TensorSpec(
+            name=module + piece.suffix,
+            shape=piece.shape,
+            dtype=piece.dtype,
+            role=tensor.role,
+            param=tensor.param,
+            layer=tensor.layer,
+            expert=tensor.expert,
+            part=piece.suffix.lstrip("."),  # type: ignore[arg-type]
+            weights=num_weights if piece.holds_weights else 0,
+        )
+
+
+# Matrices that a converted checkpoint may store in a scheme of its own.
+_STORED_BY_RULE = re.compile(
+    r"mixer\.(?:q|k|v|g|o|q_a|q_b|kv_a)_proj\.weight|ffn\.(?:shared\.)?(?:gate|up|down)_proj\.weight"
+)
+
+
+def _layer_tensors(spec: ModelSpec, layer: LayerSpec, storage: _Storage) -> Iterator[TensorSpec]:
+    """Tensors of one layer, matrices in the pieces that they are stored in."""
+    for tensor in _plain_layer_tensors(spec, layer, storage):
+        if _STORED_BY_RULE.fullmatch(tensor.param.split(".", 2)[2]):
+            module = tensor.name.removesuffix(".weight")
+            yield from _as_pieces(tensor, storage.pieces(module, *tensor.shape, is_expert=False))
+        else:
+            yield tensor
+
+
+def _plain_layer_tensors(spec: ModelSpec, layer: LayerSpec, storage: _Storage) -> Iterator[TensorSpec]:
     d, i = spec.hidden_size, layer.layer_idx
     prefix, target = f"language_model.model.layers.{i}.", f"layers.{i}."
 
@@ -359,6 +382,7 @@ def _layer_tensors(spec: ModelSpec, layer: LayerSpec) -> Iterator[TensorSpec]:
         yield tensor("self_attn.g_proj.weight", "mixer.g_proj.weight", (width, d), "kda")
         yield tensor("self_attn.o_proj.weight", "mixer.o_proj.weight", (d, width), "kda")
     else:
+        assert isinstance(mixer, MLASpec)
         out_width = mixer.num_heads * mixer.v_dim
         kv_width = mixer.num_heads * (mixer.nope_dim + mixer.v_dim)
         for published, ours, shape in (
@@ -392,30 +416,29 @@ def _layer_tensors(spec: ModelSpec, layer: LayerSpec) -> Iterator[TensorSpec]:
     width = ffn.shared_width
     for x, shape in (("gate", (width, d)), ("up", (width, d)), ("down", (d, width))):
         yield tensor(moe + f"shared_experts.{x}_proj.weight", f"ffn.shared.{x}_proj.weight", shape, "shared_expert")
-    yield from _expert_tensors(spec, layer, ffn, prefix + moe)
+    yield from _expert_tensors(spec, layer, ffn, prefix + moe, storage)
 
 
-def _expert_tensors(spec: ModelSpec, layer: LayerSpec, moe: MoESpec, prefix: str) -> Iterator[TensorSpec]:
+def _expert_tensors(
+    spec: ModelSpec, layer: LayerSpec, moe: MoESpec, prefix: str, storage: _Storage
+) -> Iterator[TensorSpec]:
     up, down = (moe.width, moe.latent_dim), (moe.latent_dim, moe.width)
+    forms = [  # gate, down, up; the rules for the first expert hold for all
+        (x, shape, storage.pieces(f"{prefix}experts.0.{x}", *shape, is_expert=True))
+        for x, shape in (("w1", up), ("w2", down), ("w3", up))
+    ]
     for expert in range(moe.num_experts):
-        for x, (rows, cols) in (("w1", up), ("w2", down), ("w3", up)):  # gate, down, up
-            parts: list[tuple[Part, tuple[int, int], str]] = [("weight", (rows, cols), spec.dtype)]
-            if spec.quant is not None:
-                parts = [
-                    ("weight_packed", (rows, cols // 2), "U8"),
-                    ("weight_scale", (rows, -(-cols // spec.quant.group_size)), "U8"),
-                ]
-            for part, shape, dtype in parts:
-                yield TensorSpec(
-                    name=f"{prefix}experts.{expert}.{x}.{part}",
-                    shape=shape,
-                    dtype=dtype,
-                    role="routed_expert",
-                    param=f"layers.{layer.layer_idx}.ffn.experts.{x}.weight",
-                    layer=layer.layer_idx,
-                    expert=expert,
-                    part=part,
-                )
+        for x, shape, pieces in forms:
+            plain = TensorSpec(
+                name=f"{prefix}experts.{expert}.{x}.weight",
+                shape=shape,
+                dtype=spec.dtype,
+                role="routed_expert",
+                param=f"layers.{layer.layer_idx}.ffn.experts.{x}.weight",
+                layer=layer.layer_idx,
+                expert=expert,
+            )
+            yield from _as_pieces(plain, pieces)
 
 
 def _edge_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:

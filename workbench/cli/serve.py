@@ -1,0 +1,138 @@
+"""serve, chat: N ranks behind an OpenAI-compatible address, and a conversation in the terminal with them or others."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.base import RequestError
+from workbench.cli.arguments import (
+    Commands,
+    UsageError,
+    command,
+    count,
+    deploy,
+    deployment_arguments,
+    seconds,
+    temperature,
+)
+from workbench.cli.show import print_json, say
+
+if TYPE_CHECKING:
+    from workbench.cli.terminal import ChatService
+
+
+def add(commands: Commands) -> None:
+    serve = command(commands, "serve", _serve, "an OpenAI-compatible server over N ranks; Ctrl-C ends it in order")
+    deployment_arguments(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    serve.add_argument("--model-name", help="name that clients ask for (default: name of the folder)")
+    serve.add_argument("--api-key-file", type=Path, help="one `holder:key` a line; every question then needs a key")
+    serve.add_argument("--open", action="store_true", help="listen beyond this machine without keys")
+    serve.add_argument("--slots", type=count, default=8, help="answers under way at once, per replica (default 8)")
+    serve.add_argument("--max-waiting", type=int, default=64, help="requests that may wait for a slot (default 64)")
+    serve.add_argument("--requests-per-minute", type=count, help="per key, or per address where there are no keys")
+    serve.add_argument("--request-timeout", type=seconds, default=600.0, help="longest answer, seconds (default 600)")
+    serve.add_argument(
+        "--image-origin",
+        action="append",
+        default=[],
+        metavar="https://HOST",
+        help="site whose pictures may be fetched; may be repeated (default: only pictures inside the request)",
+    )
+    serve.add_argument("--thinking", action="store_true", help="let the model think first unless a request says no")
+
+    chat = command(commands, "chat", _chat, "a conversation in the terminal, with N ranks or with a server")
+    deployment_arguments(chat, path_type=str, path_help="checkpoint folder, or address such as http://HOST:8000/v1")
+    chat.add_argument("--model-name", help="model to ask for (with an address; default: the first it offers)")
+    chat.add_argument("--api-key-file", type=Path, help="file whose first line is the key (with an address)")
+    chat.add_argument("--system", default="", help="what the model is told before the conversation")
+    chat.add_argument("--max-tokens", type=count, default=512, help="longest answer (default 512)")
+    chat.add_argument("--temperature", type=temperature, default=0.0, help="0 takes the likeliest token (default)")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from workbench.serving.http import HttpServer, ServerSettings, bind_address, log_to_stderr, read_api_keys
+    except ImportError as error:
+        raise UsageError(
+            f"the server needs more packages ({error.name}): pip install 'day0-workbench[serve]'"
+        ) from None
+    from workbench.serving import open_service
+
+    keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else {}
+    if not keys and not args.open and not _is_loopback(args.host):
+        raise UsageError(f"--host {args.host} lets other machines in: give --api-key-file, or --open if that is meant")
+    settings = ServerSettings(
+        model=args.model_name or args.path.resolve().name,
+        host=args.host,
+        port=args.port,
+        api_keys=keys,
+        max_waiting=args.max_waiting,
+        requests_per_minute=args.requests_per_minute,
+        request_timeout_s=args.request_timeout,
+        image_origins=tuple(args.image_origin),
+        thinking=args.thinking,
+    )
+    log_to_stderr()
+    # The address is taken before the weights are loaded, which may take an hour.
+    with (
+        contextlib.closing(bind_address(settings)) as bound,
+        deploy(args, num_slots=args.slots) as deployment,
+        open_service(deployment, args.path) as service,
+    ):
+        server = HttpServer(service, settings, bound=bound)
+        if args.json:
+            print_json({"url": server.url, "model": settings.model})
+        else:
+            say(f"{settings.model} is served at {server.url} (Ctrl-C ends it after the answers under way)")
+        server.run()
+    return 0
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from workbench.cli.terminal import Terminal
+
+    with _chat_service(args) as service:
+        terminal = Terminal(
+            service,
+            system=args.system,
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            as_json=args.json,
+        )
+        return terminal.run()
+
+
+@contextlib.contextmanager
+def _chat_service(args: argparse.Namespace) -> Iterator[ChatService]:
+    if args.path.startswith(("http://", "https://")):
+        from workbench.serving.client import RemoteService
+
+        if args.layout is not None or args.ranks is not None:
+            raise UsageError("--layout and --ranks are for a checkpoint folder, not for an address")
+        key = None
+        if args.api_key_file is not None:
+            lines = args.api_key_file.read_text("utf-8").split()
+            if not lines:
+                raise RequestError("the file holds no key", where=args.api_key_file)
+            key = lines[0].rpartition(":")[2]
+        yield RemoteService(args.path, api_key=key, model=args.model_name)
+        return
+    from workbench.serving import open_service
+
+    args.path = Path(args.path)
+    with deploy(args) as deployment, open_service(deployment, args.path) as service:
+        yield service

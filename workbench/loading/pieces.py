@@ -1,0 +1,215 @@
+"""One rank's share loaded piece by piece, each let go before the next: a full load in the memory of its largest layer.
+
+For rehearsals, and to look at every value of a share that this machine cannot hold. Reads, transforms, ledger and
+checks are those of an ordinary load; only what is held at one time differs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from workbench.base import LoadError, human
+from workbench.checkpoint.checkpoint import Checkpoint
+from workbench.loading.host_memory import HostMemory
+from workbench.loading.ledger import Ledger
+from workbench.loading.load import WINDOW_BYTES, LoadStats, tensors_of
+from workbench.loading.plan import Assignment, LoadPlan, plan_load
+from workbench.loading.reader import ReadPolicy, ShardReader
+from workbench.loading.schedule import Window
+from workbench.loading.stream import ProgressCallback, Throttle, Writer, stream
+from workbench.nn.model import Model
+from workbench.parallel import build_stage
+from workbench.placement import Layout
+
+__all__ = ["Piece", "PiecewiseLoad", "PreparedLoad", "available_memory", "load_in_pieces", "piece_of", "prepare_load"]
+
+_PIECE = re.compile(r"layers\.\d+|\w+")
+HOST_SHARE = 0.9  # of the memory that is free now, used at most
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A part of the share that was loaded as one: a decoder layer, the embedding, the vision tower."""
+
+    name: str
+    num_params: int  # parameters of the model, a slot of a stacked one counting for itself
+    bytes_read: int
+    resident_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedLoad:
+    """What stands before the first byte is read: an empty model on meta and the plan that fills it."""
+
+    checkpoint: Checkpoint
+    layout: Layout
+    model: Model
+    plan: LoadPlan
+    window: Window
+    window_bytes: int
+    seconds: float
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in tensors_of(self.model).values())
+
+    def pieces(self) -> dict[str, LoadPlan]:
+        """The plan cut by piece, in file order of their first bytes."""
+        parts: dict[str, list[Assignment]] = {}
+        for assignment in self.plan.assignments:
+            parts.setdefault(piece_of(assignment.param), []).append(assignment)
+        return {
+            name: LoadPlan(rank=self.plan.rank, assignments=tuple(part), bytes_assigned=0)
+            for name, part in parts.items()
+        }
+
+    def piece_bytes(self) -> dict[str, int]:
+        """Bytes of the model's tensors by piece."""
+        held: dict[str, int] = {}
+        for name, tensor in tensors_of(self.model).items():
+            held[piece_of(name)] = held.get(piece_of(name), 0) + tensor.nbytes
+        return held
+
+    def peak_bytes(self, *, keep: bool) -> int:
+        """Host memory a load here will need: what is held at one time, and the staging window."""
+        held = self.resident_bytes if keep else max(self.piece_bytes().values())
+        return held + self.window_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PiecewiseLoad:
+    """Outcome of `load_in_pieces`; `model` is None unless everything was kept."""
+
+    model: Model | None
+    ledger: Ledger
+    stats: LoadStats
+    pieces: tuple[Piece, ...]
+
+
+def prepare_load(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    rank: int,
+    *,
+    precision: str = "bf16",
+    dtype: torch.dtype | None = None,
+    window_bytes: int = WINDOW_BYTES,
+) -> PreparedLoad:
+    """The dry run of one rank. Raises LayoutError and LoadError as `plan_load` does."""
+    began = time.perf_counter()
+    model = build_stage(checkpoint.spec, layout, rank, precision=precision, dtype=dtype)
+    return PreparedLoad(
+        checkpoint=checkpoint,
+        layout=layout,
+        model=model,
+        plan=plan_load(checkpoint, model, layout, rank),
+        window=Window.of(window_bytes),
+        window_bytes=window_bytes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def load_in_pieces(
+    prepared: PreparedLoad,
+    *,
+    keep: bool = False,
+    check: bool = True,
+    progress: ProgressCallback | None = None,
+    device: torch.device | str = "cpu",
+) -> PiecewiseLoad:
+    """Load a prepared share. Without `keep` each piece is let go as soon as the ledger has seen it.
+
+    Raises LoadError as `load_rank` does, and before anything is read where the host has no memory for what is held.
+    """
+    plan, model, device = prepared.plan, prepared.model, torch.device(device)
+    if device.type == "cpu":
+        _check_memory(prepared.peak_bytes(keep=keep), keep)
+    reader = ShardReader(
+        prepared.checkpoint.root, rank=plan.rank, scratch_bytes=prepared.window.scratch, policy=ReadPolicy()
+    )
+    resident = prepared.resident_bytes
+    began = time.perf_counter()
+    memory = HostMemory()
+    ledger = Ledger(model, rank=plan.rank, check=check, device=device, is_ghost=prepared.checkpoint.ghost is not None)
+    ledger.warnings.extend(plan.notes)
+    report = Throttle(progress, plan.rank, sum(extent.num_bytes for extent in plan.extents()))
+    empty = tensors_of(model)
+    if keep:
+        model.to_empty(device=device)
+    filled = tensors_of(model) if keep else {}
+    pieces: list[Piece] = []
+    try:
+        for name, part in prepared.pieces().items():
+            wanted = list(dict.fromkeys(target for x in part.assignments for target in x.transform.targets))
+            targets = {target: _tensor_for(target, filled, empty, device) for target in wanted}
+            started, before = time.perf_counter(), reader.bytes_read
+            stream(part, prepared.window, reader, Writer(targets, ledger, device), memory, report)
+            pieces.append(
+                Piece(
+                    name=name,
+                    num_params=len(part.assignments),
+                    bytes_read=reader.bytes_read - before,
+                    resident_bytes=sum(tensor.nbytes for tensor in targets.values()),
+                    seconds=time.perf_counter() - started,
+                )
+            )
+            del targets
+    finally:
+        reader.close()
+    ledger.close(name for x in plan.assignments for name in x.names)
+    memory.sample()
+    seconds = time.perf_counter() - began
+    report.finish(reader.bytes_read, seconds)
+    stats = LoadStats(
+        bytes_read=reader.bytes_read,
+        bytes_assigned=plan.bytes_assigned,
+        bytes_read_through=reader.bytes_through,
+        resident_bytes=resident,
+        window_bytes=prepared.window_bytes,
+        peak_host_bytes=memory.growth,
+        num_reads=reader.num_reads,
+        seconds=seconds,
+        read_seconds=reader.seconds,
+        plan_seconds=prepared.seconds,
+    )
+    return PiecewiseLoad(model=model if keep else None, ledger=ledger, stats=stats, pieces=tuple(pieces))
+
+
+def piece_of(param: str) -> str:
+    """ "layers.7", "vision", "embed": the part of the model that a parameter belongs to."""
+    match = _PIECE.match(param)
+    assert match is not None, param
+    return match[0]
+
+
+def available_memory() -> int | None:
+    """Bytes that a process may take now without swapping, None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _tensor_for(name: str, filled: dict[str, Tensor], empty: dict[str, Tensor], device: torch.device) -> Tensor:
+    return filled[name] if name in filled else torch.empty_like(empty[name], device=device)
+
+
+def _check_memory(needed: int, keep: bool) -> None:
+    available = available_memory()
+    if available is not None and needed > HOST_SHARE * available:
+        raise LoadError(
+            "this host has no memory for the share" if keep else "this host has no memory for the largest piece",
+            found=f"{human(available, 'B')} available",
+            expected=f"{human(needed, 'B')} and a tenth to spare",
+            next_step="Load it in pieces, without keeping them" if keep else "Use a larger tp or pp",
+        )

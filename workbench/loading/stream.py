@@ -1,0 +1,143 @@
+"""A plan carried out: read through two staging slots, transform, write, account."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.base import LoadError
+from workbench.loading.host_memory import HostMemory
+from workbench.loading.ledger import Ledger, SourceRef
+from workbench.loading.plan import Assignment, LoadPlan
+from workbench.loading.reader import ShardReader
+from workbench.loading.schedule import Batch, Chunk, Window, schedule
+
+__all__ = ["LoadProgress", "ProgressCallback", "Throttle", "Writer", "stream"]
+
+PROGRESS_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """`bytes_total` is what this rank will read; `tensor` is the last one that was written."""
+
+    rank: int
+    bytes_read: int
+    bytes_total: int
+    seconds: float
+    tensor: str
+
+    @property
+    def fraction(self) -> float:
+        return self.bytes_read / self.bytes_total if self.bytes_total else 1.0
+
+
+ProgressCallback = Callable[[LoadProgress], None]
+
+
+def stream(
+    plan: LoadPlan, window: Window, reader: ShardReader, writer: Writer, memory: HostMemory, report: Throttle
+) -> None:
+    """Read batch k + 1 into one slot while batch k is written from the other. Raises LoadError as the reader does."""
+    slots = [torch.empty(window.slot, dtype=torch.uint8) for _ in range(2)]
+    views = [slot.numpy().data for slot in slots]
+    batches = schedule(plan, window)
+    with ThreadPoolExecutor(1, thread_name_prefix="read-shards") as pool:
+        batch, turn = next(batches, None), 0
+        pending = pool.submit(reader.fill, batch, views[0]) if batch is not None else None
+        while batch is not None and pending is not None:
+            pending.result()
+            upcoming = next(batches, None)
+            pending = pool.submit(reader.fill, upcoming, views[1 - turn]) if upcoming is not None else None
+            writer.write(batch, slots[turn])
+            memory.sample()
+            report(reader.bytes_read, batch.chunks[-1].assignment.names[0])
+            batch, turn = upcoming, 1 - turn
+
+
+class Writer:
+    """Transforms staged rows and stores them in `targets`, by name; each write is announced to the ledger first."""
+
+    def __init__(self, targets: Mapping[str, Tensor], ledger: Ledger, device: torch.device) -> None:
+        self.targets, self.ledger, self.device = targets, ledger, device
+
+    @torch.no_grad()
+    def write(self, batch: Batch, slot: Tensor) -> None:
+        # One transfer per batch; on the CPU this is the slot itself, which the next read will overwrite, so nothing
+        # below may keep a view of it.
+        staged = slot[: batch.used_bytes].to(self.device)
+        for chunk in batch.chunks:
+            if chunk.is_padding:
+                self._check_padding(chunk, staged)
+            else:
+                self._write_chunk(chunk, staged)
+
+    def _write_chunk(self, chunk: Chunk, staged: Tensor) -> None:
+        x, rows = chunk.assignment, (chunk.first, chunk.last)
+        parts = {part: self._view(chunk, part, staged) for part in x.sources}
+        outputs, values = x.transform.apply(parts)
+        for name, output in outputs.items():
+            part = x.transform.targets[name]
+            names = [part] if values is None and part in x.sources else list(x.sources)
+            self.ledger.record(name, x.slot, rows, sources=_refs(x, names), transform=x.transform.name)
+            target = self.targets[name] if x.slot is None else self.targets[name][x.slot]
+            target = target[slice(*rows)]
+            target.copy_(output.reshape(target.shape))
+            # Codes say little about the values they stand for; where those were at hand, they are what is checked.
+            shows_values = values is not None and part in ("weight", "weight_packed")
+            self.ledger.observe(name, x.slot, values if shows_values and values is not None else target)
+            if "weight_scale" in parts and part != "weight_scale":
+                self.ledger.observe_scale(name, x.slot, parts["weight_scale"])
+
+    def _view(self, chunk: Chunk, part: str, staged: Tensor) -> Tensor:
+        source, at = chunk.assignment.sources[part], chunk.staged[part]
+        num_rows = chunk.last - chunk.first
+        raw = staged[at : at + num_rows * source.row_bytes]
+        if at % source.dtype.itemsize:  # a file may hold tensors at any byte
+            raw = raw.clone()
+        return raw.view(source.dtype).view(num_rows, *source.row_shape)
+
+    def _check_padding(self, chunk: Chunk, staged: Tensor) -> None:
+        at, extent = chunk.staged["weight"], chunk.extents["weight"]
+        if staged[at : at + extent.num_bytes].any():
+            source = chunk.assignment.sources["weight"]
+            used = (extent.offset - source.entry.begin) // source.row_stride
+            raise LoadError(
+                f"{source.entry.name}: the rows beyond {used} that pad it are not zero",
+                where=f"{extent.file}, offset {extent.offset}",
+                found=f"{extent.num_bytes} bytes with values in them",
+                expected="zeros, as padding is",
+            )
+
+
+def _refs(x: Assignment, parts: list[str]) -> tuple[SourceRef, ...]:
+    refs = []
+    for part in parts:
+        source = x.sources[part]
+        first = next(source.extents(0, source.num_rows))
+        refs.append(SourceRef(source.entry.name, source.entry.file, first.offset, source.num_bytes))
+    return tuple(refs)
+
+
+class Throttle:
+    """Calls the progress callback at most ten times a second, and once at the end. Its clock starts when it is made."""
+
+    def __init__(self, callback: ProgressCallback | None, rank: int, total: int) -> None:
+        self.callback, self.rank, self.total = callback, rank, total
+        self.started, self.last_s, self.tensor = time.perf_counter(), -1.0, ""
+
+    def __call__(self, bytes_read: int, tensor: str) -> None:
+        self.tensor = tensor
+        seconds = time.perf_counter() - self.started
+        if self.callback is not None and (self.last_s < 0 or seconds - self.last_s >= PROGRESS_INTERVAL_S):
+            self.last_s = seconds
+            self.callback(LoadProgress(self.rank, min(bytes_read, self.total), self.total, seconds, tensor))
+
+    def finish(self, bytes_read: int, seconds: float) -> None:
+        if self.callback is not None:
+            self.callback(LoadProgress(self.rank, bytes_read, self.total, seconds, self.tensor))

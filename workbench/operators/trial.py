@@ -1,0 +1,387 @@
+"""One operator tried on one device: is it there, does it run there, are its numbers right, how long does it take.
+
+Runs inside the probe's child process. Inputs are made from the use's shapes, dtypes and arguments; the operator is
+looked up when it is tried, not when this module is imported, so a plug-in may register its own in between.
+
+Whether it runs *there*: the device's own kernel is called directly while a dispatch mode watches what it calls in turn.
+A result that came by way of the host shows as a tensor that leaves the device. A backend whose fallback serves
+operators it has no kernel for is known from the dispatch table. What cannot be seen is a kernel that copies to the host
+behind torch's back; only its rate gives it away.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["measure_copy", "try_operator"]
+
+MAX_BYTES = 4 << 30  # of one call's tensors
+MAX_REFERENCE_FLOPS = 2e9  # beyond this only some rows of the result are compared
+REFERENCE_ROWS = 8
+WINDOW_S, NUM_WINDOWS, MAX_TIMING_S = 1e-3, 5, 0.5
+COPY_BYTES = 64 << 20
+LARGEST_APPROXIMATION = 0.05  # relative error beyond which numbers are wrong, not approximate
+# Positive arguments only, or the reference is NaN.
+POSITIVE = {"rsqrt", "sqrt", "log", "reciprocal", "pow", "div"}
+# Integer arguments that must lie within a dimension of the first tensor.
+INDEXED = {"index", "index_select", "gather", "embedding", "index_put", "index_copy", "index_add", "index_fill"}
+INDEXED |= {"scatter", "take"}
+FETCHING = ("to", "cpu", "numpy", "tolist")  # methods that bring a tensor to the host
+UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+
+
+class Trial:
+    """`use` as `OperatorUse.to_json` gives it."""
+
+    def __init__(self, use: Mapping[str, Any], device: str) -> None:
+        self.use, self.device = use, torch.device(device)
+        self.name: str = use["name"]
+        self.base = self.name.split(".")[1].removesuffix("_")
+        self.args, self.kwargs = json.loads(use["call"])
+
+    def outcome(self) -> dict[str, object]:
+        """Status, detail, error, tolerance and seconds; raises nothing that the device raises."""
+        try:
+            func = _find(self.name)
+        except (AttributeError, RuntimeError) as error:
+            return {"status": "missing", "detail": f"no operator {self.name}: {error}"}
+        size = self.use["bytes_read"] + self.use["bytes_written"]
+        if size > MAX_BYTES:
+            return {"status": "not tried", "detail": f"{size:,} bytes in one call, limit {MAX_BYTES:,}"}
+        with torch.inference_mode(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            host = self.inputs()
+            try:
+                found, how = self.run(func, host)
+            except NotImplementedError as error:
+                return {"status": "missing", "detail": _first_line(error)}
+            except Exception as error:  # whatever a device raises is its answer
+                return {"status": "failed", "detail": f"{type(error).__name__}: {_first_line(error)}"}
+            result = self.compare(func, host, found)
+            if result["status"] == "ran" and (how or (how := _warned(caught))):
+                result |= {"status": "fell back", "detail": how}
+            if result["status"] not in ("failed", "missing"):
+                result["seconds"] = self.time(func, host)
+        return result
+
+    def inputs(self) -> list[Tensor]:
+        """Tensors on the host, with the strides that the call had."""
+        generator = torch.Generator().manual_seed(7)
+        strides: dict[int, list[int]] = {}
+        _walk([self.args, self.kwargs], lambda entry: strides.update({entry["t"]: entry.get("stride")}))
+        made: list[Tensor] = []
+        for i, (shape, dtype) in enumerate(zip(self.use["input_shapes"], self.use["input_dtypes"], strict=True)):
+            first = made[0] if made else None
+            stride = strides.get(i)
+            extent = math.prod(shape)
+            if stride is not None and extent:
+                extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+            values = self.values(getattr(torch, dtype), extent, first, generator, i)
+            made.append(values.view(shape) if stride is None else values.as_strided(shape, stride))
+        return made
+
+    def values(
+        self, dtype: torch.dtype, count: int, first: Tensor | None, generator: torch.Generator, place: int
+    ) -> Tensor:
+        if dtype == torch.bool:
+            return torch.rand(count, generator=generator) < 0.5
+        if dtype.is_complex:
+            return torch.randn(count, dtype=dtype, generator=generator)
+        if dtype.is_floating_point:
+            drawn = torch.randn(count, generator=generator)
+            return (drawn.abs() + 0.5 if self.base in POSITIVE else drawn).to(dtype)
+        if first is not None and self.base in INDEXED and dtype in (torch.int64, torch.int32):
+            limit = self.index_limit(first, place)
+            # Without doubles where there is room: which of two writes wins is nobody's promise.
+            order = torch.randperm(limit, generator=generator)
+            return order.repeat(-(-count // max(1, limit)))[:count].to(dtype)
+        low, high = (0, 256) if dtype == torch.uint8 else (0, 8)
+        return torch.randint(low, high, (count,), generator=generator).to(dtype)
+
+    def index_limit(self, first: Tensor, place: int) -> int:
+        """Size of the dimension that the index at input `place` points into."""
+        if self.base in ("index", "index_put"):
+            dims = [dim for dim, entry in enumerate(self.args[1]) if entry is not None]
+            return first.shape[dims[min(place - 1, len(dims) - 1)]]
+        if self.base in ("embedding", "take"):
+            return first.shape[0]
+        dim = self.args[1] if isinstance(self.args[1], int) else 0
+        return first.shape[dim]
+
+    def build(self, tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None) -> tuple[Any, Any]:
+        """Arguments with `tensors` in place; floating dtypes among them replaced by `dtype` where one is given."""
+
+        def make(value: Any) -> Any:
+            if isinstance(value, list):
+                return [make(item) for item in value]
+            if not isinstance(value, dict):
+                return value
+            if "t" in value:
+                return tensors[value["t"]]
+            if "dtype" in value:
+                asked: torch.dtype = getattr(torch, value["dtype"])
+                return dtype if dtype is not None and asked.is_floating_point else asked
+            if "device" in value:
+                return device
+            if "complex" in value:
+                return complex(*value["complex"])
+            return getattr(torch, value["torch"])
+
+        return [make(value) for value in self.args], {key: make(value) for key, value in self.kwargs.items()}
+
+    def run(self, func: Any, host: list[Tensor]) -> tuple[list[Tensor], str]:
+        """Results on the device, and how they came about where that was not on the device."""
+        args, kwargs = self.build(self.put(host), self.device, None)
+        if self.device.type == "cpu":
+            return _tensors(func(*args, **kwargs)), ""
+        key = torch._C._dispatch_key_for_device(self.device.type)
+        watch = _Watch(self.device)
+        if _goes_to_fallback(func, key):
+            how = f"no kernel for {self.device.type}: the backend's fallback takes it"
+            return _tensors(func(*args, **kwargs)), how
+        with watch, watch.methods():
+            out = func._op_dk(getattr(torch._C.DispatchKey, key), *args, **kwargs)
+        results = _tensors(out)
+        _finish(self.device, results)
+        return results, watch.left
+
+    def put(self, host: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on the device, with the same strides."""
+        placed = []
+        for x in host:
+            if x.is_contiguous():
+                placed.append(x.clone() if self.device.type == "cpu" else x.to(self.device))
+                continue
+            extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+            whole = x.as_strided((extent,), (1,)).clone()
+            placed.append(whole.to(self.device).as_strided(x.shape, x.stride()))
+        return placed
+
+    def compare(self, func: Any, host: list[Tensor], found: list[Tensor]) -> dict[str, object]:
+        """Distance to the host: in float64 where the operator takes that, else in its own dtypes."""
+        if self.base in UNINITIALISED:
+            return {"status": "ran", "detail": "allocates only"}
+        found = [x.to("cpu") for x in found]
+        host, narrow = self.some_rows(host)
+        found = [narrow(x) for x in found]
+        is_exact = self.use["is_view"] or not any(x.is_floating_point() or x.is_complex() for x in (*host, *found))
+        try:
+            expected = self.reference(func, host, None if is_exact else torch.float64)
+            detail = ""
+        except (RuntimeError, NotImplementedError, TypeError) as refusal:
+            if is_exact:
+                return {"status": "ran", "detail": f"no reference: {_first_line(refusal)}"}
+            expected = self.reference(func, host, None)
+            detail = "compared with the host in the same dtype, float64 is not taken"
+        error, tolerance = 0.0, 0.0
+        for place, (got, want) in enumerate(zip(found, expected, strict=True)):
+            if got.shape != want.shape:
+                return {"status": "failed", "detail": f"result {tuple(got.shape)}, expected {tuple(want.shape)}"}
+            if place and self.base in ("topk", "sort"):  # equal values may stand in any order
+                continue
+            error = max(error, _distance(got, want))
+            tolerance = max(tolerance, _tolerance(got.dtype, host))
+        status = "ran"
+        if not error <= tolerance:
+            status = "approximate" if error <= LARGEST_APPROXIMATION else "failed"
+            detail = f"numbers off by {error:.1e} of their size, rounding explains {tolerance:.1e}"
+        return {"status": status, "detail": detail, "error": error, "tolerance": tolerance}
+
+    def reference(self, func: Any, host: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        tensors = [x.clone() for x in host]
+        if dtype is not None:
+            tensors = [_widened(x, dtype) for x in tensors]
+        args, kwargs = self.build(tensors, torch.device("cpu"), dtype)
+        return _tensors(func(*args, **kwargs))
+
+    def some_rows(self, host: list[Tensor]) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+        """Inputs of a product too large for float64 on the host, cut to a few rows, and the same cut of its result."""
+        if self.use["flops"] <= MAX_REFERENCE_FLOPS:
+            return host, lambda x: x
+        rows = slice(0, REFERENCE_ROWS)
+        if self.base == "mm":
+            return [host[0][rows], *host[1:]], lambda x: x[rows]
+        if self.base == "bmm":
+            return [host[0][:1, rows], host[1][:1], *host[2:]], lambda x: x[:1, rows]
+        if self.base == "scaled_dot_product_attention":
+            return [x[:1, :1] if x.ndim == 4 else x for x in host], lambda x: x[:1, :1]
+        return host, lambda x: x
+
+    def time(self, func: Any, host: list[Tensor]) -> float | None:
+        """Median seconds of one call after warming up; None for a view, which is no work."""
+        if self.use["is_view"]:
+            return None
+        args, kwargs = self.build(self.put(host), self.device, None)
+
+        def window(repeats: int) -> float:
+            start = time.perf_counter()
+            for _ in range(repeats):
+                out = func(*args, **kwargs)
+            _finish(self.device, _tensors(out))
+            return (time.perf_counter() - start) / repeats
+
+        window(1)
+        once = window(1)
+        if once * NUM_WINDOWS > MAX_TIMING_S:
+            return statistics.median([once, window(1)])
+        repeats = max(1, math.ceil(WINDOW_S / max(once, 1e-9)))
+        return statistics.median(window(repeats) for _ in range(NUM_WINDOWS))
+
+
+def try_operator(use: Mapping[str, Any], device: str) -> dict[str, object]:
+    """Outcome of one operator use (as `OperatorUse.to_json` gives it) on `device`."""
+    return Trial(use, device).outcome()
+
+
+def measure_copy(device: str) -> dict[str, object]:
+    """B/s of a large copy on the device; a copied byte is read and written, so it counts twice."""
+    source, target = (torch.ones(COPY_BYTES // 4, dtype=torch.float32).to(device) for _ in range(2))
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        target.copy_(source)
+        _finish(torch.device(device), [target])
+        return time.perf_counter() - start
+
+    seconds()
+    windows = [seconds() for _ in range(9)]
+    best = statistics.quantiles(windows, n=10, method="inclusive")[0]
+    return {"bytes_per_s": 2 * COPY_BYTES / best, "size": COPY_BYTES, "threads": torch.get_num_threads()}
+
+
+class _Watch(TorchDispatchMode):
+    """`left` says which tensor left the device while it watched; a single number may (it steers, it computes not).
+
+    What a compiled kernel calls in turn comes through the mode. A kernel written in Python runs only once no mode is
+    on, so the methods by which it would fetch a tensor are watched for themselves.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.left = device, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.note(str(func), [args, list((kwargs or {}).values())], out)
+        return out
+
+    def note(self, name: str, given: Any, out: Any) -> None:
+        came = [x for x in _tensors(given) if x.device.type == self.device.type]
+        found = _tensors(out) or (came if name in FETCHING else [])  # an array or a list of numbers is on the host
+        gone = [x for x in found if x.numel() > 1 and (x.device.type == "cpu" or found is came)]
+        if came and gone and not self.left:
+            self.left = f"{name} takes {tuple(gone[0].shape)} to the host inside the kernel"
+
+    @contextmanager
+    def methods(self) -> Iterator[None]:
+        def watched(name: str, inner: Any) -> Any:
+            def method(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+                out = inner(x, *args, **kwargs)
+                self.note(name, x, out)
+                return out
+
+            return method
+
+        own = {name: vars(Tensor).get(name) for name in FETCHING}
+        for name in FETCHING:
+            setattr(Tensor, name, watched(name, getattr(Tensor, name)))
+        try:
+            yield
+        finally:
+            for name, method in own.items():
+                if method is None:
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, method)
+
+
+def _finish(device: torch.device, results: Sequence[Tensor]) -> None:
+    """Wait for the device; one that cannot be waited for is done when a number of the result has come back."""
+    if device.type == "cpu":
+        return
+    try:
+        torch.accelerator.synchronize(device)
+    except RuntimeError:
+        for x in results[:1]:
+            x.flatten()[:1].to("cpu")
+
+
+def _goes_to_fallback(func: Any, key: str) -> bool:
+    """Whether the dispatch table sends this operator to the backend's catch-all fallback."""
+    table = torch._C._dispatch_dump_table(func.name())
+    line = next((line for line in table.splitlines() if line.startswith(f"{key}:")), "")
+    return "backend fallback" in line
+
+
+def _find(name: str) -> Any:
+    namespace, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+
+
+def _walk(value: Any, visit: Callable[[dict[str, Any]], None]) -> None:
+    if isinstance(value, dict):
+        if "t" in value:
+            visit(value)
+        else:
+            _walk(list(value.values()), visit)
+    elif isinstance(value, list):
+        for item in value:
+            _walk(item, visit)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for item in value for x in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype` where it is a float, with its strides (a stride of 0 too)."""
+    if not x.is_floating_point():
+        return x.to(torch.complex128) if x.is_complex() else x
+    return x.to(dtype)
+
+
+def _distance(got: Tensor, want: Tensor) -> float:
+    """Relative, by the Euclidean norm; infinite where one is finite and the other is not."""
+    if not (got.is_floating_point() or got.is_complex()):
+        return 0.0 if torch.equal(got, want.to(got.dtype)) else math.inf
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    got, want = got.to(wide), want.to(wide)
+    same = (got == want) | (got.isnan() & want.isnan())
+    if bool(same.all()):
+        return 0.0
+    got, want = got[~same], want.masked_fill(want.isinf(), 0.0)
+    rest = (want[~same] - got).norm()
+    return float(rest / want[want.isfinite()].norm().clamp(min=1e-300)) if bool(rest.isfinite()) else math.inf
+
+
+def _tolerance(dtype: torch.dtype, host: Sequence[Tensor]) -> float:
+    """What rounding explains: the coarsest float among result and inputs, wider for float32, whose sums are long."""
+    floats = [x.dtype for x in host if x.is_floating_point()]
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    coarsest = max(torch.finfo(kind).eps for kind in (*floats, dtype))
+    return coarsest if coarsest > 1e-5 else 64 * coarsest
+
+
+def _warned(caught: Sequence[warnings.WarningMessage]) -> str:
+    """A warning that speaks of falling back, as some backends give it."""
+    texts = [str(item.message) for item in caught]
+    found = [text for text in texts if "fall back" in text.lower() or "fallback" in text.lower()]
+    return _first_line(found[0]) if found else ""
+
+
+def _first_line(text: object) -> str:
+    return str(text).partition("\n")[0][:200]

@@ -1,0 +1,57 @@
+"""Which layout, and why: memory ledgers, times from traced operators and measured links, a search over all of it.
+
+Nothing here needs torch until a model is looked at.
+"""
+
+from workbench.planner.candidates import Candidate, Refusal, all_layouts
+from workbench.planner.check import CheckLine, PlanCheck, check_deployment, check_memory, check_times
+from workbench.planner.cost import CostError, CostLine, Efficiency, StageCost, StepCost, stage_cost, step_cost
+from workbench.planner.engines import ENGINES, SGLANG, VLLM, WORKBENCH, Engine
+from workbench.planner.launch import LaunchCommand, LaunchPlan, launch_all, launch_sglang, launch_vllm, launch_workbench
+from workbench.planner.memory import CacheNeed, MemoryLedger, MemoryLine, Reserve, stage_ledger
+from workbench.planner.objective import Objective
+from workbench.planner.report import PlanReport
+from workbench.planner.search import default_precision, plan
+from workbench.planner.stages import cut_stages
+from workbench.planner.weights import WeightTable, read_weight_table
+
+__all__ = [
+    "ENGINES",
+    "SGLANG",
+    "VLLM",
+    "WORKBENCH",
+    "CacheNeed",
+    "Candidate",
+    "CheckLine",
+    "CostError",
+    "CostLine",
+    "Efficiency",
+    "Engine",
+    "LaunchCommand",
+    "LaunchPlan",
+    "MemoryLedger",
+    "MemoryLine",
+    "Objective",
+    "PlanCheck",
+    "PlanReport",
+    "Refusal",
+    "Reserve",
+    "StageCost",
+    "StepCost",
+    "WeightTable",
+    "all_layouts",
+    "check_deployment",
+    "check_memory",
+    "check_times",
+    "cut_stages",
+    "default_precision",
+    "launch_all",
+    "launch_sglang",
+    "launch_vllm",
+    "launch_workbench",
+    "plan",
+    "read_weight_table",
+    "stage_cost",
+    "stage_ledger",
+    "step_cost",
+]

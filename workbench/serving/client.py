@@ -1,0 +1,239 @@
+"""A chat with any OpenAI-compatible server, in the same words as with a model of our own. Standard library alone."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import io
+import json
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from PIL import Image
+
+from workbench.base import DeploymentError, QueueFullError, RequestError
+from workbench.serving.inputs import ContentPart, ImagePart, ImageSource, Message, TextPart
+from workbench.serving.reply import Answer, Timings, Usage
+from workbench.serving.scheduler import FinishReason
+
+__all__ = ["RemoteReply", "RemoteService"]
+
+MAX_LINE = 16 << 20  # of a stream: one event; a server that sends more is not one we talk to
+MIME = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tiff"}
+
+
+class RemoteService:
+    """`url` is the base address, such as http://127.0.0.1:8000/v1. Without a `model` the first one offered is asked.
+
+    Raises RequestError for an address that is none, DeploymentError where nobody answers there.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, model: str | None = None, timeout_s: float = 600.0
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RequestError("not the address of a server", found=repr(url), expected="such as http://HOST:8000/v1")
+        self.url, self._parts, self._timeout_s = url.rstrip("/"), parts, timeout_s
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.model = model or self.models()[0]
+
+    def models(self) -> list[str]:
+        """Names that the server offers. Raises DeploymentError where there is none."""
+        with contextlib.closing(self._connect()) as connection:
+            content = json.loads(self._send(connection, "GET", "/models").read(MAX_LINE))
+        names = [str(entry["id"]) for entry in content.get("data", []) if "id" in entry]
+        if not names:
+            raise DeploymentError("the server offers no model", where=self.url)
+        return names
+
+    def stream(
+        self,
+        text_or_messages: str | Sequence[Message],
+        image_input: Sequence[ImageSource] = (),
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> RemoteReply:
+        """Pieces of the answer as they come. Raises RequestError for what the server refuses, QueueFullError where it
+        is busy, DeploymentError where it cannot be reached or fails."""
+        content = {
+            "model": self.model,
+            "messages": _spelled(text_or_messages, list(image_input)),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"stop": list(stop)} if stop else {}),
+            **({"seed": seed} if seed is not None else {}),
+        }
+        connection = self._connect()
+        start_s = time.perf_counter()
+        try:
+            response = self._send(connection, "POST", "/chat/completions", content)
+        except BaseException:
+            connection.close()
+            raise
+        return RemoteReply(connection, response, start_s=start_s, where=self.url)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        assert self._parts.hostname is not None
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(
+                self._parts.hostname, self._parts.port, timeout=self._timeout_s, context=ssl.create_default_context()
+            )
+        return http.client.HTTPConnection(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, content: object = None
+    ) -> http.client.HTTPResponse:
+        body = None if content is None else json.dumps(content).encode()
+        headers = {**self._headers, **({"content-type": "application/json"} if body is not None else {})}
+        try:
+            connection.request(method, self._parts.path.rstrip("/") + path, body=body, headers=headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise DeploymentError(f"the server cannot be reached: {error}", where=self.url) from None
+        if response.status != 200:
+            _refused(response.status, response.read(1 << 16), where=self.url)
+        return response
+
+
+class RemoteReply:
+    """Iterate for pieces of text, then read `answer`. `close` ends it, from any thread."""
+
+    def __init__(
+        self,
+        connection: http.client.HTTPConnection,
+        response: http.client.HTTPResponse,
+        *,
+        start_s: float,
+        where: str,
+    ) -> None:
+        self.answer: Answer | None = None
+        self._connection, self._response, self._start_s, self._where = connection, response, start_s, where
+        self._socket = connection.sock
+        self._is_closed = False
+        self._text: list[str] = []
+        self._thinking: list[str] = []
+        self._times: list[float] = []
+        self._reason: FinishReason = "abort"
+        self._usage: dict[str, Any] = {}
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # wakes a reader in another thread, where closing would not
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _run(self) -> Iterator[str]:
+        try:
+            for content in self._events():
+                self._usage = content.get("usage") or self._usage
+                for choice in content.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    self._reason = "length" if choice.get("finish_reason") == "length" else self._reason
+                    self._reason = "stop" if choice.get("finish_reason") == "stop" else self._reason
+                    self._thinking.append(delta.get("reasoning_content") or delta.get("reasoning") or "")
+                    if text := delta.get("content") or "":
+                        self._text.append(text)
+                        self._times.append(time.perf_counter() - self._start_s)
+                        yield text
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if not self._is_closed:
+                raise DeploymentError(f"the stream broke off: {error}", where=self._where) from None
+        finally:
+            self.close()
+        self.answer = self._finished()
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        while line := self._response.readline(MAX_LINE):
+            data = line.strip()
+            if not data.startswith(b"data:"):
+                continue
+            data = data.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            content = json.loads(data)
+            if "error" in content:
+                raise DeploymentError("the server failed while it answered", where=self._where, found=content["error"])
+            yield content
+        if not self._is_closed:
+            raise DeploymentError("the stream broke off before its end", where=self._where)
+
+    def _finished(self) -> Answer:
+        return Answer(
+            text="".join(self._text),
+            thinking="".join(self._thinking),
+            token_ids=(),
+            logprobs=(),
+            finish_reason=self._reason,
+            usage=Usage(
+                prompt_tokens=int(self._usage.get("prompt_tokens", 0)),
+                image_tokens=int((self._usage.get("prompt_tokens_details") or {}).get("image_tokens") or 0),
+                completion_tokens=int(self._usage.get("completion_tokens", 0)),
+            ),
+            timings=Timings(queued_s=0.0, token_s=tuple(self._times), total_s=time.perf_counter() - self._start_s),
+        )
+
+
+def _spelled(text_or_messages: str | Sequence[Message], images: list[ImageSource]) -> list[dict[str, Any]]:
+    if isinstance(text_or_messages, str):
+        parts: list[ContentPart] = [*(ImagePart() for _ in images), TextPart(text_or_messages)]
+        text_or_messages = [Message("user", parts)]
+    waiting = iter(images)
+    messages = []
+    for message in text_or_messages:
+        content: list[dict[str, Any]] = []
+        for part in message.parts:
+            if isinstance(part, TextPart):
+                content.append({"type": "text", "text": part.text})
+            elif (image := next(waiting, None)) is not None:
+                content.append({"type": "image_url", "image_url": {"url": _data_uri(image)}})
+            else:
+                raise RequestError("images and their places in the chat differ in number")
+        is_text = all(entry["type"] == "text" for entry in content)
+        spelled = "".join(entry["text"] for entry in content) if is_text else content
+        thought = {"reasoning_content": message.thinking} if message.thinking else {}
+        messages.append({"role": message.role, "content": spelled, **thought})
+    return messages
+
+
+def _data_uri(image: ImageSource) -> str:
+    if isinstance(image, Image.Image):
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        data = file.getvalue()
+    else:
+        data = image.read_bytes() if isinstance(image, Path) else bytes(image)
+    try:
+        with Image.open(io.BytesIO(data), formats=tuple(MIME)) as opened:
+            kind = MIME[opened.format or ""]
+    except Exception as error:  # whatever a header parser trips over
+        raise RequestError(f"not a readable picture: {error}", expected=f"one of {', '.join(MIME)}") from None
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _refused(status: int, body: bytes, *, where: str) -> NoReturn:
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = body[:200].decode("utf-8", "replace") or "no reason given"
+    kind = QueueFullError if status == 429 else RequestError if status < 500 else DeploymentError
+    raise kind(message, where=where, found=f"status {status}")
