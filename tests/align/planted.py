@@ -427,6 +427,65 @@ def shared_experts_left_out(model: Model, patch: Any) -> None:
     moe.forward = lambda x: right(x) - moe.shared(x)
 
 
+def expert_values(model: Model, layer: str, change_one: Callable[[Tensor], Tensor], *parts: str) -> None:
+    experts = model.layers[layer].ffn.experts
+    for part in parts or ("w1", "w2", "w3"):
+        store = getattr(experts, part)
+        change(store.weight, change_one(store.weight))
+
+
+@planted(4, "moe_combined", "transposed.experts.w1")
+def square_experts_transposed(model: Model, patch: Any) -> None:
+    expert_values(model, "4", lambda w: w.transpose(1, 2), "w1")
+
+
+@planted(1, "moe_combined", "nibble_order_awq.experts")
+def codes_in_interleaved_order(model: Model, patch: Any) -> None:
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    expert_values(model, "1", lambda w: w.view(*w.shape[:2], -1, 8)[..., order].reshape(w.shape))
+
+
+@planted(3, "moe_combined", "scale_linear.experts")
+def exponent_bytes_as_numbers(model: Model, patch: Any) -> None:
+    from workbench.nn.quant import SCHEMES
+
+    def linear(weight: Tensor) -> Tensor:
+        parts = SCHEMES["mxfp4"].encode(weight)
+        byte = parts["weight_scale"].float().repeat_interleave(32, -1)
+        return weight / 2 ** (byte - 127) * byte
+
+    expert_values(model, "3", linear)
+
+
+@planted(4, "moe_combined", "zero.experts.w2")
+def experts_never_loaded(model: Model, patch: Any) -> None:
+    expert_values(model, "4", torch.zeros_like, "w2")
+
+
+@planted(1, "moe_shared_out", "up_is_gate.shared")
+def a_buffer_used_twice(model: Model, patch: Any) -> None:
+    shared = model.layers["1"].ffn.shared
+    change(shared.up_proj.weight, shared.gate_proj.weight)
+
+
+@planted(2, "kda_conv kda_k", "fp8_scale_missing.k_proj")
+def fp8_without_its_scale(model: Model, patch: Any) -> None:
+    weight = model.layers["2"].mixer.k_proj.weight
+    change(weight, weight / weight.abs().amax(1, keepdim=True) * 448)
+
+
+@planted(2, "kda_o", "not_finite")
+def a_row_of_nan(model: Model, patch: Any) -> None:
+    right = workbench.nn.kda.delta_rule
+
+    def wrong(q, k, v, g, beta, state, segments):  # type: ignore[no-untyped-def]
+        outputs, state = right(q, k, v, g, beta, state, segments)
+        outputs[-1] = torch.nan
+        return outputs, state
+
+    patch_delta_rule(patch, model.layers["2"], wrong)
+
+
 # -- residual, ends ----------------------------------------------------------------------------------------------------
 
 

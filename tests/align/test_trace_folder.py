@@ -98,6 +98,42 @@ def test_a_trace_from_plain_torch_agrees_end_to_end(trace: Path, root: Path, mod
     assert "PlainK3" in record["reference"]
 
 
+TRANSFORMERS = """
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+class K3Config(PretrainedConfig):
+    model_type = "plain_k3"
+
+class TransformersK3(PreTrainedModel):
+    config_class = K3Config
+    def __init__(self, config):
+        super().__init__(config)
+        inner = plain_k3.PlainK3(config.text)
+        self.model, self.lm_head = inner.model, inner.lm_head
+        self.post_init()
+    def _init_weights(self, module):
+        pass
+    def forward(self, input_ids, **options):
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids)))
+
+import json, tempfile
+text = json.load(open({root!r} + "/config.json"))["text_config"]
+written = TransformersK3(K3Config(text=text))
+written.load_state_dict(model.state_dict())
+with tempfile.TemporaryDirectory() as folder:
+    written.save_pretrained(folder)
+    model = TransformersK3.from_pretrained(folder).eval()
+"""
+
+
+def test_a_trace_from_a_transformers_model_agrees_end_to_end(root: Path, model: Model, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    report = aligned(model, root, captured(root, tmp_path / "trace", TRANSFORMERS.format(root=str(root))))
+    assert report.passed, report.render()
+    assert "TransformersK3" in report.reference
+
+
 def test_a_mistake_of_the_other_side_is_laid_at_its_door(root: Path, model: Model, tmp_path: Path) -> None:
     change = "model.model.layers[3].self_attn.q_a_layernorm.eps = 1e-5"
     report = aligned(model, root, captured(root, tmp_path / "trace", change))

@@ -1,6 +1,6 @@
 """Predicted and measured memory and times of real ranks on this machine, as a table.
 
-    python tests/benchmarks/bench_plan.py [--models k3-tiny k3-nano 0.3B 1B] [--layouts tp2 tp2xep2 dp2xep2 pp2] [--out DIR]
+    python tests/benchmarks/bench_plan.py [--models k3-tiny 0.3B 1B] [--layouts tp2 tp2xep2 dp2xep2 pp2] [--out DIR]
 
 Measures this machine's links and rates once, then for every model and layout: tries the operators of the traced model
 with the threads that a rank has, starts the ranks, and compares. The two larger models are written with random weights

@@ -69,6 +69,18 @@ def test_without_hardware_this_machine_is_measured(call: Call, monkeypatch: pyte
     assert (asked["num_ranks"], asked["rates"]) == (3, True)
 
 
+def test_under_torchrun_rank_zero_prints_and_the_others_are_silent(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [None, Topology.of_hardware(read_hardware("h100"), 2)]
+    monkeypatch.setattr("workbench.cluster.relay.is_torchrun", lambda: True)
+    monkeypatch.setattr("workbench.cluster.relay.measure_torchrun_topology", lambda **options: answers.pop(0))
+    other, first = call("topology"), call("topology")
+    assert (other.code, other.out) == (0, "")
+    assert "2 devices on 1 host" in first.out
+    refused = call("topology", "--ranks", 2)
+    assert refused.code == 2
+    assert "torchrun has said how many" in refused.err
+
+
 @pytest.mark.ranks
 def test_two_ranks_of_this_machine(call: Call, tmp_path: Path) -> None:
     outcome = call("topology", "--ranks", 2, "--device", "cpu", "--no-rates", "--json", "--out", tmp_path / "t.json")

@@ -178,7 +178,8 @@ def test_a_link_that_the_system_claims_and_nobody_could_measure_says_both(monkey
     told = Locality(links=(LinkFact(a="NPU0", b="NPU1", words="HCCS"),), tool="npu-smi")
     monkeypatch.setattr(links, "list_devices", lambda: chips)
     monkeypatch.setattr(links, "read_locality", lambda: told)
-    topology = measure("exit at init")
+    command = (sys.executable, FAULTY, "exit at init")
+    topology = measure_topology(2, sizes=SIZES, rates=False, join_limit_s=60, command=command)
     assert [device.name for device in topology.devices] == ["Chip", "Chip"]
     assert any("driver says: no such device" in claim for claim in topology.claims)
     assert topology.claims[-1] == "claimed, not measured: ranks 0 1: npu-smi says HCCS"

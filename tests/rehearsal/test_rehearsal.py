@@ -137,7 +137,7 @@ def test_disk_of_the_ghost_is_measured_and_nothing_stays_on_it(spooky: Path) -> 
     alone = report.estimates["load of one rank alone on such a disk"]
     assert report.plan is not None
     assert (alone.basis, alone.value) == ("modelled", pytest.approx(report.plan.num_bytes / rate.value))
-    assert "start of the cluster, 1 ranks to a host and such a disk each" in report.estimates
+    assert "start of the cluster, hosts of 1 with such a disk each" in report.estimates
     assert [path.name for path in spooky.parent.iterdir()] == [spooky.name]
 
 
@@ -195,6 +195,11 @@ def test_layout_and_rank_are_checked_before_a_ghost_is_written(
     with pytest.raises(LayoutError, match=match):
         rehearse(weights / "config.json", Layout.parse(layout), rank=rank, out=tmp_path / "ghost")
     assert not (tmp_path / "ghost").exists()
+
+
+def test_ghost_is_not_asked_of_a_folder_that_has_files(spooky: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no ghost is written"):
+        rehearse(spooky, Layout(), out=tmp_path / "second")
 
 
 def test_command_has_the_exit_codes_of_the_others(

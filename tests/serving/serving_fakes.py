@@ -42,6 +42,7 @@ class EchoRunner:
         self.prompt_sizes: dict[tuple[int, int], int] = {}
         self.features: list[dict[str, int]] = [{} for _ in range(dp)]
         self.numbers: dict[str, int] = {}
+        self.pages: list[dict[str, list[int]]] = [{} for _ in range(dp)]
         self.calls: list[tuple[str, object]] = []
         self.steps: list[Sequence[StepInput]] = []
         self.threads: set[int] = set()
@@ -57,11 +58,15 @@ class EchoRunner:
 
     def drop_images(self, replica: int, keys: Collection[str]) -> None:
         for key in keys:
+            if key.startswith("page-"):
+                del self.pages[replica][key]
+                continue
             del self.features[replica][key]
             self.calls.append(("drop", (replica, key)))
 
     def reset_slot(self, replica: int, slot: int) -> None:
         self.slots[replica, slot] = []
+        self.prompt_sizes.pop((replica, slot), None)
 
     def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
         if self.gate is not None:
@@ -75,6 +80,8 @@ class EchoRunner:
             tokens = []
             for sequence in sequences:
                 held = self.slots[replica, sequence.slot]
+                for key in sequence.restore:
+                    held.extend(self.pages[replica][key])
                 assert sequence.start == len(held), (
                     f"slot {sequence.slot} holds {len(held)}, step says {sequence.start}"
                 )
@@ -84,10 +91,12 @@ class EchoRunner:
                     for i in range(span.count):
                         new[span.row + i] = -1000 * self.numbers[span.key] - (span.first + i)
                 held.extend(new)
+                if sequence.save:
+                    assert len(held) % sequence.page_tokens == 0, "a page that ends inside"
+                    self.pages[replica][sequence.save] = held[-sequence.page_tokens :]
                 if sequence.sample is not None:
-                    if sequence.step_idx == 0:
-                        self.prompt_sizes[replica, sequence.slot] = len(held)
-                    size = self.prompt_sizes[replica, sequence.slot]
+                    # A sequence that goes on after a pause comes with what it had generated in a fresh slot.
+                    size = self.prompt_sizes.setdefault((replica, sequence.slot), len(held) - sequence.step_idx)
                     assert len(held) == size + sequence.step_idx
                     tokens.append(SampledToken(token_id=abs(held[sequence.step_idx % size]), logprob=-0.5))
             out.append(tokens)

@@ -8,7 +8,7 @@ from array import array
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_fakes import EchoRunner, ScriptRunner
 
@@ -19,6 +19,7 @@ from workbench.serving.sampler import keep_mask, penalised, sample_row, sample_s
 from workbench.serving.steps import SequenceStep
 
 VOCAB = 11
+patient = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 rows = st.lists(st.floats(-20, 20, width=32), min_size=VOCAB, max_size=VOCAB)
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 
@@ -36,6 +37,7 @@ def penalised_reference(row: list[float], params: SamplingParams, prompt: list[i
     return out
 
 
+@patient
 @given(rows, ids, ids, st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2))
 def test_penalties_do_what_the_obvious_loop_does(row, prompt, answer, repetition, presence, frequency):
     params = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
@@ -72,6 +74,7 @@ def test_as_many_log_probabilities_are_told_as_asked_for_of_equal_ones_those_wit
     assert len(sample_row(row, SamplingParams(num_logprobs=20), 0).top) == 4
 
 
+@patient
 @given(rows, st.floats(0, 1), st.sampled_from([0, 1, 4]), st.sampled_from([0.5, 1.0]))
 def test_min_p_drops_what_is_unlikely_beside_the_likeliest_and_never_all(row, min_p, top_k, top_p):
     scaled = torch.tensor(row).double()

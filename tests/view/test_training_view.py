@@ -64,8 +64,7 @@ def test_records_of_a_file_and_of_a_running_loop_are_the_same() -> None:
     written = json.loads(json.dumps(step(4)))
     del written["kind"], written["seconds"]
     assert TrainingHistory([written]).points == TrainingHistory([step(4)]).points
-    others = [{"kind": "run", "step": 0, "layout": "dp2"}, {"kind": "lesson", "step": 0, "loss": 2.0}]
-    assert TrainingHistory(others).version == 0
+    assert TrainingHistory([{"kind": "run", "step": 0, "layout": "dp2"}]).version == 0
 
 
 def test_loss_is_drawn_by_phase_on_a_logarithmic_axis() -> None:
@@ -117,6 +116,15 @@ def test_panel_says_how_far_it_is_and_escapes_what_it_is_told() -> None:
     assert "1.50 times its share · 15 s left" in drawn
     assert "held out after 10 steps: &lt;i&gt; 1/2" in drawn
     assert "width:25.0%" in drawn
+
+
+def test_a_lesson_is_shown_until_the_next_step() -> None:
+    history = TrainingHistory([step(4)])
+    history.add({"kind": "tower", "step": 5, "lesson_step": 40, "seconds": 9.0, "loss": 0.5, "letter": 0.25})
+    assert (history.version, len(history.points)) == (2, 1)
+    assert "lesson of the tower: lesson_step 40, loss 0.5, letter 0.25" in training_html(history, 40)
+    history.add(step(5))
+    assert "lesson" not in training_html(history, 40)
 
 
 CELL = """

@@ -13,7 +13,7 @@ that a step which differs is laid at the door of the side that departs from the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from workbench.align.align_report import AlignReport, Blame, OperatorError, Sides
 from workbench.align.compare import Comparison, aligned, compare_traces
+from workbench.align.held import WeightChange
 from workbench.align.metrics import logit_agreement, measure, router_agreement
 from workbench.align.parity import ParityPrompt, TraceForward, TraceReplay
 from workbench.align.reference import ReferencePrompt, Trace, choices_of
@@ -50,7 +51,7 @@ class Served:
     replay: TraceReplay
     dtype: torch.dtype
     label: str
-    held: Callable[[str, Tensor], Tensor] | None = None
+    held: WeightChange | None = None
 
     @property
     def tolerance(self) -> RoundingTolerance:
@@ -60,11 +61,18 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignTrace:
-    """What another implementation computed on each prompt, in trace names; it may hold only some of them."""
+    """What another implementation computed on each prompt, in trace names; it may hold only some of them.
+
+    float64 is allowed the noise of float32, and float16 that of bf16.
+    """
 
     traces: Sequence[Trace]
     dtype: torch.dtype
     label: str
+
+    @property
+    def judged_as(self) -> torch.dtype:
+        return {torch.float64: torch.float32, torch.float16: torch.bfloat16}.get(self.dtype, self.dtype)
 
 
 def noise_of(dtype: torch.dtype) -> RoundingTolerance:
@@ -94,37 +102,31 @@ def align_model(
     if len(found) != len(prompts) or (reference is not None and len(reference.traces) != len(prompts)):
         raise RequestError(f"traces for {len(prompts)} prompts", found=len(found))
     inputs = [ReferencePrompt(token_ids=p.token_ids, images=p.images) for p in prompts]
-    bench = _Bench(root, inputs, served)
-    whole = bench.references([choices_of(trace) for trace in found], served.dtype)
+    whole = _references(root, inputs, [choices_of(trace) for trace in found], served.dtype, served.held)
     expected = [whole[n].trace if reference is None else reference.traces[n] for n in range(len(prompts))]
     given = [_rounded(trace, served.dtype) for trace in expected]
     replayed = list(served.replay(prompts, given))
-    exact = bench.references([_followed(g, r) for g, r in zip(given, replayed, strict=True)], served.dtype)
+    follow = [_followed(g, r) for g, r in zip(given, replayed, strict=True)]
+    exact = _references(root, inputs, follow, served.dtype, served.held)
     sides: list[Sides] = []
-    other = None
-    if reference is not None:
-        other = bench.references([_followed(trace, trace) for trace in reference.traces], reference.dtype)
-    for n, prompt in enumerate(prompts):
-        ours = _steps(exact[n].trace, replayed[n], exact[n], served.tolerance, prompt.label)
-        total = _total(expected[n], found[n], whole[n], served.tolerance, prompt, is_foreign=reference is not None)
-        if reference is None or other is None:
+    if reference is None:
+        made = [x.trace for x in exact]
+        for n, prompt in enumerate(prompts):
+            ours = _steps(made[n], replayed[n], exact[n], served.tolerance, prompt.label)
+            total = _total(expected[n], found[n], whole[n], served.tolerance, prompt)
             sides.append(Sides(label=prompt.label, added=ours, total=total, ours=ours, theirs=None))
-            continue
-        wanted = {**reference.traces[n], **_excuses(exact[n].trace, other[n].trace, reference.traces[n])}
-        added = _steps(wanted, replayed[n], exact[n], served.tolerance, prompt.label, factor=_TWO_SIDES)
-        theirs = _steps(other[n].trace, reference.traces[n], other[n], noise_of(reference.dtype), prompt.label)
-        sides.append(Sides(label=prompt.label, added=added, total=total, ours=ours, theirs=theirs))
+    else:
+        made = list(reference.traces)
+        follow = [_followed(trace, trace) for trace in made]
+        other = _references(root, inputs, follow, reference.judged_as, None)
+        for n, prompt in enumerate(prompts):
+            sides.append(
+                _two_sides(served, reference, prompt, made[n], found[n], replayed[n], whole[n], exact[n], other[n])
+            )
     rows = [
         row
         for n in range(len(prompts))
-        for row in _rows(
-            sides[n],
-            expected[n],
-            found[n],
-            exact[n].trace if reference is None else reference.traces[n],
-            replayed[n],
-            served.dtype,
-        )
+        for row in _rows(sides[n], expected[n], found[n], made[n], replayed[n], served.dtype)
     ]
     return AlignReport(
         root=str(root),
@@ -147,20 +149,42 @@ def align_model(
     )
 
 
-@dataclass(frozen=True)
-class _Bench:
-    """The float64 reference of one set of prompts, following whatever it is given."""
+def _references(
+    root: Path | str,
+    inputs: Sequence[ReferencePrompt],
+    follow: Sequence[Mapping[str, Tensor]],
+    dtype: torch.dtype,
+    held: WeightChange | None,
+) -> list[ExactAndNoise]:
+    """The float64 model on each prompt, following what it is given, and the noise of `dtype` on the same way."""
 
-    root: Path | str
-    inputs: list[ReferencePrompt]
-    served: Served
+    def keep(prompt_idx: int, name: str) -> bool:
+        return not name.startswith("image")
 
-    def references(self, follow: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> list[ExactAndNoise]:
-        def keep(prompt_idx: int, name: str) -> bool:
-            return not name.startswith("image")
+    return noisy_references(root, inputs, grids=noise_of(dtype).grids, follow=follow, keep=keep, held=held)
 
-        grids = noise_of(dtype).grids
-        return noisy_references(self.root, self.inputs, grids=grids, follow=follow, keep=keep, held=self.served.held)
+
+def _two_sides(
+    served: Served,
+    reference: ForeignTrace,
+    prompt: ParityPrompt,
+    theirs: Trace,
+    found: Trace,
+    replayed: Trace,
+    whole: ExactAndNoise,
+    exact: ExactAndNoise,
+    other: ExactAndNoise,
+) -> Sides:
+    """One prompt against a trace: the two against each other, and each against the float64 model on its inputs."""
+    tolerance, label = served.tolerance, prompt.label
+    wanted = {**theirs, **_excuses(exact.trace, other.trace, theirs)}
+    return Sides(
+        label=label,
+        added=_steps(wanted, replayed, exact, tolerance.scaled(_TWO_SIDES), label),
+        total=_total(_choosing_freely(theirs), found, whole, tolerance.scaled(_TWO_SIDES), prompt),
+        ours=_steps(exact.trace, replayed, exact, tolerance, label),
+        theirs=_steps(other.trace, theirs, other, noise_of(reference.judged_as), label),
+    )
 
 
 def _rounded(trace: Mapping[str, Tensor], dtype: torch.dtype) -> Trace:
@@ -186,28 +210,29 @@ def _steps(
     measured: ExactAndNoise,
     tolerance: RoundingTolerance,
     label: str,
-    *,
-    factor: float = 1.0,
 ) -> Comparison:
-    limits = MeasuredTolerance(rounding=tolerance.scaled(factor), noise=measured.noise, way="step by step")
+    limits = MeasuredTolerance(rounding=tolerance, noise=measured.noise, way="step by step")
     return compare_traces(expected, found, limits, required=lambda name: False, label=label)
 
 
 def _total(
-    expected: Trace,
-    found: Trace,
-    whole: ExactAndNoise,
-    tolerance: RoundingTolerance,
-    prompt: ParityPrompt,
-    *,
-    is_foreign: bool,
+    expected: Trace, found: Trace, whole: ExactAndNoise, tolerance: RoundingTolerance, prompt: ParityPrompt
 ) -> Comparison | None:
     """End to end, for prompts long enough to average over."""
     if len(prompt.token_ids) < tolerance.min_tokens:
         return None
-    factor = _TWO_SIDES if is_foreign else 1.0
-    limits = MeasuredTolerance(rounding=tolerance.scaled(factor), noise=whole.noise, way="end to end")
+    limits = MeasuredTolerance(rounding=tolerance, noise=whole.noise, way="end to end")
     return compare_traces(expected, found, limits, required=_is_captured, label=prompt.label)
+
+
+def _choosing_freely(trace: Trace) -> Trace:
+    """A trace whose choices of experts are not judged end to end: early noise may tip any of them."""
+    margins = {
+        name.replace("topk_idx", "route_margin"): torch.zeros(len(x), dtype=torch.float64)
+        for name, x in trace.items()
+        if short_name(name) == "topk_idx"
+    }
+    return {**margins, **trace}
 
 
 def _is_captured(name: str) -> bool:

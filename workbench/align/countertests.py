@@ -26,12 +26,19 @@ from workbench.align.parity import ParityPrompt
 from workbench.align.reference_weights import PublishedWeights, read_reference_config
 from workbench.align.suspect import Suspect
 from workbench.align.suspects import edge_suspects, layer_suspects
+from workbench.align.trace import short_name
 
 __all__ = ["counter_test"]
 
 KEPT_BYTES = 1 << 30  # of decoded weights between suspects
 MOST_PROMPTS = 2
 Bench = LayerBench | EdgeBench
+NOT_FINITE = SuspectResult(
+    name="not_finite",
+    text="values that are not finite: an overflow, a division by zero, or memory that was never written",
+    residual=0.0,
+    distance=0.0,
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ def counter_test(
         right = [_results(case.make(), case.make().names()) for case in cases]
         if not any(right):
             return None
+        if any(not bool(x.isfinite().all()) for x in _guilty(cases, blame.name)):
+            return CounterTests(name=blame.name, side=blame.side, unexplained=math.inf, results=(NOT_FINITE,))
         suspects = edge_suspects(facts) if blame.layer is None else layer_suspects(facts, blame.layer)
         results = [x for suspect in suspects if (x := _try(suspect, cases, right)) is not None]
         unexplained, _ = _judge(cases, right)
@@ -81,6 +90,10 @@ def counter_test(
         results=tuple(results),
         equal=tuple(_equal(results)),
     )
+
+
+def _guilty(cases: Sequence[_Case], name: str) -> list[Tensor]:
+    return [x for case in cases if (x := case.observed.get(short_name(name))) is not None]
 
 
 def _failing(report: AlignReport, name: str) -> list[int]:

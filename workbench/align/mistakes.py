@@ -13,6 +13,7 @@ from workbench.align.reference import L2_EPS, normalise
 
 __all__ = [
     "as_bf16",
+    "awq_order",
     "gated_linear_step",
     "half_turn",
     "layer_norm",
@@ -25,6 +26,7 @@ __all__ = [
     "swap_nibbles",
     "unit_with_mean",
     "without_norm",
+    "without_row_scale",
     "without_weight",
     "yarn_factor",
 ]
@@ -76,6 +78,18 @@ def reinterpreted(w: Tensor) -> Tensor:
 def swap_nibbles(w: Tensor) -> Tensor:
     """Both columns of a byte exchanged; the scale of their group is the same."""
     return w.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+def awq_order(w: Tensor) -> Tensor:
+    """Codes packed in plain order, read in the order 0 2 4 6 1 3 5 7 of eight."""
+    if w.shape[-1] % 8:
+        return w
+    return w.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2)
+
+
+def without_row_scale(largest: float, w: Tensor) -> Tensor:
+    """The codes of a row, whose largest is `largest`, taken for its values."""
+    return w * (largest / w.abs().amax(-1, keepdim=True).clamp(min=1e-30))
 
 
 def permute_heads(num: int, way: str) -> Callable[[Tensor], Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ def matrix_suspects(module: str, name: str, shows_in: tuple[str, ...]) -> Iterat
         ("pairs_swapped", "neighbouring columns exchanged", mistakes.swap_nibbles),
         ("zero", "never loaded, all zeros", torch.zeros_like),
         ("bf16", "rounded to bf16", mistakes.as_bf16),
+        ("fp8_scale_missing", "fp8 codes without the scale of their row", partial(mistakes.without_row_scale, 448.0)),
+        ("int8_scale_missing", "int8 codes without the scale of their row", partial(mistakes.without_row_scale, 127.0)),
     ):
         yield Suspect(
             name=f"{mistake}.{module}",

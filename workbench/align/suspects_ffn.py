@@ -47,6 +47,13 @@ def ffn_suspects(where: str, words: str, shown: str, prefix: str) -> Iterator[Su
         shows_in=shows_in,
         change=lambda bench: bench.activation.__setitem__(where, _situ(bench, bounds_gate=False)),
     )
+    for one, other in (("up", "gate"), ("gate", "up")):
+        yield Suspect(
+            name=f"{one}_is_{other}.{where}",
+            text=f"{words}: {one} holds the values of {other}, as from a buffer used twice",
+            shows_in=shows_in,
+            change=_used_twice(where, one == "up"),
+        )
     for part in ("gate", "up", "down"):
         yield from matrix_suspects(f"{where}.{part}_proj", f"{prefix}{part}_proj.weight", shows_in)
 
@@ -59,6 +66,15 @@ def _situ(bench: Any, *, bounds_gate: bool = True, bounds_up: bool = True) -> Ca
         return bounded * torch.sigmoid(gate) * (b * torch.tanh(up / b) if bounds_up else up)
 
     return act
+
+
+def _used_twice(where: str, uses_gate: bool) -> Callable[[Any], None]:
+    return lambda bench: bench.activation.__setitem__(where, _one_twice(bench, uses_gate))
+
+
+def _one_twice(bench: Any, uses_gate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    act = _situ(bench)
+    return lambda gate, up: act(gate, gate) if uses_gate else act(up, up)
 
 
 def _exchanged(bench: Any) -> Callable[[Tensor, Tensor], Tensor]:
@@ -83,7 +99,9 @@ def moe_suspects(facts: Facts) -> Iterator[Suspect]:
     parts = [f"experts.{part}.weight" for part in ("w1", "w2", "w3")]
     for name, text, change in (
         ("nibble_order", "the two codes of a byte exchanged", mistakes.swap_nibbles),
+        ("nibble_order_awq", "codes read in the interleaved order of AWQ", mistakes.awq_order),
         ("scale_missing", "scales not applied", _without_scale),
+        ("scale_linear", "exponent bytes of scales taken for numbers", _linear_scale),
         ("scale_doubled", "scales off by one power of two, too large", lambda w: 2 * w),
         ("scale_halved", "scales off by one power of two, too small", lambda w: w / 2),
         ("scale_neighbour", "scales of the next group", _neighbour_scale),
@@ -153,6 +171,11 @@ def _scale(w: Tensor) -> Tensor:
 
 def _without_scale(w: Tensor) -> Tensor:
     return (_groups(w) / _scale(w)).reshape(w.shape)
+
+
+def _linear_scale(w: Tensor) -> Tensor:
+    scale = _scale(w)
+    return (_groups(w) / scale * (torch.log2(scale) + 127)).reshape(w.shape)
 
 
 def _neighbour_scale(w: Tensor) -> Tensor:

@@ -101,13 +101,13 @@ def ghost_problems(root: Path, mark: GhostMark | None, headers: Iterable[ShardHe
             message = f"{GHOST_NAME} marks this folder as a ghost, and this file is none: was the mark copied here?"
             yield GhostProblem(kind="ghost_mark", file=header.file, message=message)
         elif own != mark.ghost:
-            message = f"the file belongs to ghost {own[:16]}, the folder is marked as {mark.ghost[:16]}"
+            message = f"the file belongs to ghost {own[:16]!a}, the folder is marked as {mark.ghost[:16]!a}"
             yield GhostProblem(kind="ghost_mark", file=header.file, message=message)
         else:
             try:
                 problem = _look_for_values(root / header.file, header)
-            except OSError as error:
-                problem = GhostProblem(kind="ghost_mark", file=header.file, message=f"cannot be read: {error.strerror}")
+            except (OSError, CheckpointError) as error:
+                problem = GhostProblem(kind="ghost_mark", file=header.file, message=f"cannot be read: {error}")
             if problem is not None:
                 yield problem
 

@@ -48,6 +48,8 @@ def _topology(args: argparse.Namespace) -> int:
     elif args.devices is not None:
         raise UsageError("--devices says how many of --hardware; --ranks how many to measure")
     elif is_torchrun():
+        if args.ranks is not None:
+            raise UsageError("torchrun has said how many ranks there are; leave --ranks out")
         found = measure_torchrun_topology(device=args.device, rates=not args.no_rates, on_step=_progress_of(args))
         if found is None:
             return 0  # rank 0 prints

@@ -23,7 +23,8 @@ from workbench.cluster.link_survey import Findings, LinkSurvey, Series, plan_ser
 from workbench.cluster.locality import read_locality
 from workbench.cluster.rank_pool import RankPool
 from workbench.cluster.rank_process import WORKER, LocalRank
-from workbench.cluster.topology import SHORT_NAMES, AlgorithmChoice, PairLink, Topology, TopologyDevice
+from workbench.cluster.topology import AlgorithmChoice, PairLink, Topology, TopologyDevice
+from workbench.cluster.topology_parts import SHORT_NAMES
 
 __all__ = ["measure_topology"]
 

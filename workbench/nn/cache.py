@@ -5,7 +5,8 @@ KDA keeps a state of fixed size and the last inputs of its convolutions; MLA kee
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from workbench.base import RequestError
 from workbench.nn.batch import TokenBatch
 from workbench.spec import KDASpec, MLASpec, ModelSpec
 
-__all__ = ["Cache", "StateCache"]
+__all__ = ["Cache", "Page", "StateCache"]
 
 
 class Cache(Protocol):
@@ -42,6 +43,15 @@ class Cache(Protocol):
     def latent_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
         """The first rows of one slot (num_tokens, latent | shared key)."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Copies of what some tokens of a slot left behind: their latent rows, and the recurrent state after the last."""
+
+    conv: dict[int, Tensor]
+    state: dict[int, Tensor]
+    latent: dict[int, Tensor]  # layer -> (tokens, latent | shared key)
 
 
 class StateCache:
@@ -84,6 +94,23 @@ class StateCache:
         for table in (self.conv, self.state, self.latent):
             for values in table.values():
                 values[slot].zero_()
+
+    def keep(self, slot: int, start: int, stop: int) -> Page:
+        """A copy of tokens [start, stop) of a slot that holds `stop` tokens now."""
+        return Page(
+            conv={layer: values[slot].clone() for layer, values in self.conv.items()},
+            state={layer: values[slot].clone() for layer, values in self.state.items()},
+            latent={layer: values[slot, start:stop].clone() for layer, values in self.latent.items()},
+        )
+
+    def restore(self, slot: int, pages: Sequence[Page]) -> None:
+        """Let a slot begin with these pages, as if it had read their tokens. The pages stay as they are."""
+        for layer, values in self.latent.items():
+            rows = torch.cat([page.latent[layer] for page in pages])
+            values[slot, : len(rows)].copy_(rows)
+        for table, kept in ((self.conv, pages[-1].conv), (self.state, pages[-1].state)):
+            for layer, values in table.items():
+                values[slot].copy_(kept[layer])
 
     def check(self, batch: TokenBatch) -> None:
         for slot, start, length in zip(batch.slots, batch.starts, batch.lengths, strict=True):

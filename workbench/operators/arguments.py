@@ -1,4 +1,4 @@
-"""Arguments of operators: which tensors they hold, without contents where asked, and as text that can be built again."""
+"""Arguments of operators: which tensors they hold, the same without contents, and as text to build them from again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "as_fused",
     "call_text",
     "empty_meta",
     "flatten",
@@ -33,23 +34,36 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
+    """Tensors in `value`, lists taken apart."""
     found: list[Tensor] = []
     flatten(value, found)
     return found
 
 
 def is_mixed(tensors: list[Tensor]) -> bool:
+    """Whether they lie on different devices."""
     first = tensors[0].device
     return any(x.device != first for x in tensors)
 
 
 def without_values(x: Tensor) -> Tensor:
+    """A tensor on the meta device with the shape, strides and dtype of `x`."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def empty_meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor on the meta device that no dispatch mode sees being made."""
     with _disable_current_modes():
         return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def as_fused(x: Tensor) -> Tensor:
+    """Attention's result (..., heads, rows, width) as fused kernels lay it out: heads next to one another in memory.
+
+    The unfused form that runs on the meta device leaves them apart, and the copy that joins them is in no real run.
+    """
+    *outer, heads, rows, width = x.shape
+    return x.new_empty((*outer, rows, heads, width)).transpose(-2, -3)
 
 
 def on_meta(value: Any) -> Any:
@@ -68,11 +82,12 @@ def only_changes_place(x: Tensor, kwargs: dict[str, Any]) -> bool:
         device is not None
         and torch.device(device).type == "meta"
         and x.device.type != "meta"
-        and (kwargs.get("dtype") in (None, x.dtype))
+        and kwargs.get("dtype") in (None, x.dtype)
     )
 
 
 def call_text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """JSON of [positional, named] arguments, tensors by number, as `OperatorUse.call` describes."""
     count = 0
 
     def plain(value: Any) -> Any:

@@ -29,8 +29,8 @@ from workbench.operators.routing import ExpertTraffic
 __all__ = ["instrument"]
 
 AREAS: dict[type[nn.Module], str] = {
-    KDA: "kda",
-    MLA: "mla",
+    KDA: "linear_attention",
+    MLA: "attention",
     Router: "routing",
     Experts: "experts",
     RMSNorm: "norm",
@@ -41,8 +41,8 @@ AREAS: dict[type[nn.Module], str] = {
     Projector: "vision",
 }
 LABELS: dict[type[nn.Module], str] = {Embedding: "embed", Head: "head", VisionTower: "vision", Projector: "vision"}
-# Parts that repeat: the same parameters' shapes and arguments make the same operators.
-REPEATED = (KDA, MLA, MoE, RMSNorm, ResidualMix, VisionBlock)
+# Parts that repeat beside the mixers: equal shapes of parameters and arguments make equal operators.
+REPEATED = (MoE, RMSNorm, ResidualMix, VisionBlock)
 
 # Layer number -> traffic of its experts; None leaves routing and index tables as they are (a real run).
 Traffic = Callable[[int], ExpertTraffic]
@@ -63,27 +63,25 @@ def instrument(model: Model, recorder: Recorder, traffic: Traffic | None = None)
         wrapped.append((module, name))
 
     try:
+        mixers = {layer.mixer for layer in model.modules() if isinstance(layer, DecoderLayer)}
         for name, module in model.named_modules():
-            if isinstance(module, REPEATED) and recorder.memo is not None:
-                among = (
-                    traffic(int(name.split(".")[1])).among if traffic is not None and isinstance(module, MoE) else None
-                )
-                wrap(module, "forward", partial(_repeated, recorder, module, among))
-            if (area := AREAS.get(type(module))) is not None:
-                wrap(module, "forward", partial(_in_area, recorder, LABELS.get(type(module)), area))
-            elif (label := LABELS.get(type(module))) is not None:
-                wrap(module, "forward", partial(_in_area, recorder, label, None))
+            layer_idx = int(name.split(".")[1]) if name.startswith("layers.") else -1
+            experts_of = traffic(layer_idx) if traffic is not None and isinstance(module, MoE) else None
+            if recorder.memo is not None and (module in mixers or isinstance(module, REPEATED)):
+                among = None if experts_of is None else experts_of.among
+                wrap(module, "forward", partial(_repeated, recorder, module, among, module in mixers))
+            area = AREAS.get(type(module), "attention" if module in mixers else None)
+            label = LABELS.get(type(module))
+            if area is not None or label is not None:
+                wrap(module, "forward", partial(_in_area, recorder, label, area))
             if isinstance(module, MatrixStore) and module.scheme is not None:
                 module.dense(model.dtype, *([0] if len(module.logical_shape) == 3 else []))  # tables it keeps for ever
                 wrap(module, "dense", partial(_in_area, recorder, None, "dequantise"))
             if isinstance(module, DecoderLayer):
-                kind = model.spec.layers[int(name.rpartition(".")[2])].kind
-                wrap(module, "forward", partial(_layer, recorder, kind, peaks))
-            if isinstance(module, MoE) and traffic is not None:
-                layer_idx = int(name.split(".")[1])
-                of_layer = traffic(layer_idx)
-                wrap(module.router, "forward", partial(_routed, recorder, of_layer, layer_idx))
-                wrap(module.experts, "forward", partial(_arrived, of_layer, layer_idx))
+                wrap(module, "forward", partial(_layer, recorder, model.spec.layers[layer_idx].kind, peaks))
+            if isinstance(module, MoE) and experts_of is not None:
+                wrap(module.router, "forward", partial(_routed, recorder, experts_of, layer_idx))
+                wrap(module.experts, "forward", partial(_arrived, experts_of, layer_idx))
                 wrap(module.experts, "each", partial(_each, recorder, module.experts))
         yield peaks
     finally:
@@ -107,9 +105,10 @@ def _layer(recorder: Recorder, kind: str, peaks: dict[str, int], inner: Any, *ar
     return out
 
 
-def _repeated(recorder: Recorder, module: nn.Module, among: object, inner: Any, *args: Any) -> Any:
+def _repeated(recorder: Recorder, module: nn.Module, among: object, is_mixer: bool, inner: Any, *args: Any) -> Any:
+    """A mixer makes index tables that the mixers after it share: they are no part of what is repeated."""
     key = (type(module), getattr(module, "spec", None), _parameters(module), _describe(args), among)
-    return recorder.once(key, lambda: inner(*args), warm_up=isinstance(module, (KDA, MLA)))
+    return recorder.once(key, lambda: inner(*args), warm_up=is_mixer)
 
 
 def _parameters(module: nn.Module) -> tuple[object, ...]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.operators.arguments import (
+    as_fused,
     call_text,
     empty_meta,
     flatten,
@@ -125,6 +126,8 @@ class Recorder(TorchDispatchMode):
             if inputs and is_mixed(inputs):
                 args, kwargs = on_meta(args), {name: on_meta(value) for name, value in kwargs.items()}
             out = func(*args, **kwargs)
+            if func.overloadpacket is ATTENTION and out.device.type == "meta":
+                out = as_fused(out)
             if known is None:
                 known = self._calls[key] = self._merged(_learn(func, self.area, inputs, weights, args, kwargs, out))
         self._events[known.call] += 1
@@ -171,7 +174,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def within(self, *, label: str | None = None, area: str | None = None) -> Iterator[None]:
-        """Events in this block belong to a kind of layer or to an area of the model ("kda", "norm", ...)."""
+        """Events in this block belong to a kind of layer or to an area of the model ("attention", "norm", ...)."""
         before = self.label, self.area
         self.label = self.label if label is None else label
         # a vision block's norms are vision, and what takes a quantised matrix apart is that wherever it stands

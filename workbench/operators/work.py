@@ -135,9 +135,9 @@ def categorise(func: Any, area: str) -> Category:
             return "routing"
         case "experts" if is_matrix:
             return "grouped_gemm"
-        case "kda" if packet in _BATCHED:
+        case "linear_attention" if packet in _BATCHED:
             return "linear_attention"
-        case "mla" if packet in _BATCHED or packet is aten._softmax:
+        case "attention" if packet in _BATCHED or packet is aten._softmax:
             return "attention"
     if packet is ATTENTION:
         return "attention"

@@ -13,6 +13,7 @@ from workbench.placement.table import (
     rule_for,
     vision_is_sharded,
 )
+from workbench.placement.tiles import TileFit, tile_fit, tile_table
 
 __all__ = [
     "REPLICATED",
@@ -21,11 +22,14 @@ __all__ = [
     "RankCoords",
     "Rule",
     "Shard",
+    "TileFit",
     "check_layout",
     "choose_layout",
     "local_shape",
     "owned_shards",
     "place",
     "rule_for",
+    "tile_fit",
+    "tile_table",
     "vision_is_sharded",
 ]

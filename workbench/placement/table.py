@@ -14,7 +14,19 @@ from typing import Literal
 
 from workbench.base import LayoutError, num_bytes
 from workbench.placement.layout import Layout, RankCoords
-from workbench.spec import KDASpec, MLASpec, ModelSpec, MoESpec, TensorSpec, published_tensors
+from workbench.placement.tiles import cut_tiles, tile_unit
+from workbench.spec import (
+    CompressedSpec,
+    GatedDeltaSpec,
+    GQASpec,
+    KDASpec,
+    LayerSpec,
+    MLASpec,
+    ModelSpec,
+    MoESpec,
+    TensorSpec,
+    published_tensors,
+)
 
 __all__ = [
     "REPLICATED",
@@ -28,19 +40,22 @@ __all__ = [
     "vision_is_sharded",
 ]
 
-Axis = Literal["tp", "expert_tp"]
+Axis = Literal["tp", "expert_tp", "kv"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """Split dimension `dim` over `axis` (None: every rank of the stage holds all of it).
 
-    `parts` equal blocks lie one behind another along `dim` and each is split for itself (packed q, k, v).
+    `parts` equal blocks lie one behind another along `dim` and each is split for itself (packed q, k, v); `widths`
+    says how long they are where they are not equal. Axis "kv" is tp, except that ranks share key-value heads where
+    there are fewer heads than ranks: neighbours then hold the same one.
     """
 
     dim: int | None = None
     axis: Axis = "tp"
     parts: int = 1
+    widths: tuple[int, ...] = ()
 
 
 REPLICATED = Rule()
@@ -74,6 +89,37 @@ _TABLE: dict[str, Rule] = {
     "mixer.kv_a_proj.weight": REPLICATED,
     "mixer.kv_a_norm.weight": REPLICATED,
     "mixer.kv_b_proj.weight": ROWS,
+    "mixer.indexer.q_b_proj.weight": REPLICATED,
+    "mixer.indexer.k_proj.weight": REPLICATED,
+    "mixer.indexer.k_norm.weight": REPLICATED,
+    "mixer.indexer.k_norm.bias": REPLICATED,
+    "mixer.indexer.weights_proj.weight": REPLICATED,
+    # KDA with a low-rank gate
+    "mixer.g_a_proj.weight": REPLICATED,
+    "mixer.g_b_proj.weight": ROWS,
+    # grouped-query attention: by heads; k, v and their norms follow the key-value heads, see rule_for
+    "mixer.q_proj.bias": ROWS,
+    "mixer.k_proj.bias": ROWS,
+    "mixer.v_proj.bias": ROWS,
+    "mixer.o_proj.bias": REPLICATED,  # added once, by whoever reduces
+    "mixer.sinks": ROWS,
+    "mixer.index_q_proj.weight": REPLICATED,
+    "mixer.index_k_proj.weight": REPLICATED,
+    "mixer.index_q_norm.weight": REPLICATED,
+    "mixer.index_k_norm.weight": REPLICATED,
+    # delta net: by heads; q, k and v lie packed, see rule_for
+    "mixer.z_proj.weight": ROWS,
+    "mixer.a_proj.weight": ROWS,
+    # compressed attention: queries and output by heads, the one key-value head and its compressors on every rank
+    "mixer.kv_proj.weight": REPLICATED,
+    "mixer.kv_norm.weight": REPLICATED,
+    "mixer.o_a_proj.weight": ROWS,
+    "mixer.o_b_proj.weight": COLUMNS,
+    **{
+        f"mixer.{place}compressor.{leaf}": REPLICATED
+        for place in ("", "indexer.")
+        for leaf in ("kv_proj.weight", "gate_proj.weight", "place_bias", "norm.weight")
+    },
     # dense feed-forward
     "ffn.gate_proj.weight": ROWS,
     "ffn.up_proj.weight": ROWS,
@@ -82,6 +128,9 @@ _TABLE: dict[str, Rule] = {
     # the partial result joins the shared experts' reduction.
     "ffn.router.weight": REPLICATED,
     "ffn.router.bias": REPLICATED,
+    "ffn.router.logit_bias": REPLICATED,
+    "ffn.router.table": REPLICATED,
+    "ffn.shared_gate.weight": REPLICATED,
     "ffn.latent_in.weight": REPLICATED,
     "ffn.latent_norm.weight": REPLICATED,
     "ffn.latent_out.weight": COLUMNS,
@@ -91,6 +140,9 @@ _TABLE: dict[str, Rule] = {
     "ffn.experts.w1.weight": Rule(dim=0, axis="expert_tp"),
     "ffn.experts.w3.weight": Rule(dim=0, axis="expert_tp"),
     "ffn.experts.w2.weight": Rule(dim=1, axis="expert_tp"),
+    "ffn.experts.w1.bias": Rule(dim=0, axis="expert_tp"),
+    "ffn.experts.w3.bias": Rule(dim=0, axis="expert_tp"),
+    "ffn.experts.w2.bias": REPLICATED,
     # norms and residual mixing
     "mixer_norm.weight": REPLICATED,
     "ffn_norm.weight": REPLICATED,
@@ -101,6 +153,9 @@ _TABLE: dict[str, Rule] = {
     "final_res.norm.weight": REPLICATED,
     "final_res.proj.weight": REPLICATED,
     "final_norm.weight": REPLICATED,
+    **{
+        f"{place}_streams.{leaf}": REPLICATED for place in ("mixer", "ffn", "final") for leaf in ("fn", "base", "scale")
+    },
     # vision: by heads where they divide, else whole on every rank and images are shared out (see vision_is_sharded)
     "vision.patch_embed.weight": REPLICATED,
     "vision.pos_embed.weight": REPLICATED,
@@ -117,7 +172,9 @@ _TABLE: dict[str, Rule] = {
 }
 _NUMBERED = re.compile(r"^layers\.\d+\.|(?<=^vision\.)blocks\.\d+\.")
 _FIRST_STAGE = ("embed.", "vision.", "projector.")
-_LAST_STAGE = ("head.", "final_norm.", "final_res.")
+_LAST_STAGE = ("head.", "final_norm.", "final_res.", "final_streams.")
+_OF_LAYER = re.compile(r"^layers\.(\d+)\.")
+_KV = frozenset({"mixer.k_proj.weight", "mixer.v_proj.weight", "mixer.k_proj.bias", "mixer.v_proj.bias"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +201,9 @@ class Shard:
 def vision_is_sharded(spec: ModelSpec, layout: Layout) -> bool:
     """Whether the vision tower runs tensor-parallel; otherwise images are shared out over the tp ranks."""
     vision = spec.vision
-    return vision is not None and layout.tp > 1 and not (vision.num_heads % layout.tp or vision.ffn_width % layout.tp)
+    if vision is None or vision.kind != "moonvit_k3":  # no other tower is split here
+        return False
+    return layout.tp > 1 and not (vision.num_heads % layout.tp or vision.ffn_width % layout.tp)
 
 
 def rule_for(spec: ModelSpec, layout: Layout, param: str) -> Rule:
@@ -152,6 +211,10 @@ def rule_for(spec: ModelSpec, layout: Layout, param: str) -> Rule:
     key = _NUMBERED.sub("", param)
     if key.startswith("vision.") and not vision_is_sharded(spec, layout) and key in _TABLE:
         return REPLICATED
+    if key.startswith(("vision.", "projector.")) and spec.vision is not None and spec.vision.kind != "moonvit_k3":
+        return REPLICATED
+    if (own := _rule_of_mixer(spec, param, key)) is not None:
+        return own
     try:
         return _TABLE[key]
     except KeyError:
@@ -160,27 +223,79 @@ def rule_for(spec: ModelSpec, layout: Layout, param: str) -> Rule:
         ) from None
 
 
+def _rule_of_mixer(spec: ModelSpec, param: str, key: str) -> Rule | None:
+    """The rule of a parameter whose name means something else in this kind of mixer, None for all others."""
+    place = _OF_LAYER.match(param)
+    if place is None or int(place[1]) >= spec.num_layers:
+        return None
+    mixer = spec.layers[int(place[1])].mixer
+    if isinstance(mixer, GQASpec):
+        if key in _KV:
+            return Rule(dim=0, axis="kv")
+        if key in ("mixer.q_norm.weight", "mixer.k_norm.weight"):  # across heads: cut like the heads themselves
+            axis: Axis = "tp" if key == "mixer.q_norm.weight" else "kv"
+            return Rule(dim=0, axis=axis) if mixer.qk_norm == "full" else REPLICATED
+    if isinstance(mixer, GatedDeltaSpec) and key in ("mixer.qkv_proj.weight", "mixer.conv.weight"):
+        return Rule(dim=0, widths=(mixer.key_width, mixer.key_width, mixer.value_width))
+    return None
+
+
+def _degree(spec: ModelSpec, layout: Layout, axis: Axis, param: str) -> int:
+    """Ranks that hold different pieces along `axis`; on "kv" at most one for each key-value head."""
+    if axis != "kv":
+        return layout.tp if axis == "tp" else layout.expert_tp
+    place = _OF_LAYER.match(param)
+    assert place is not None
+    mixer = spec.layers[int(place[1])].mixer
+    assert isinstance(mixer, GQASpec)
+    return min(layout.tp, mixer.num_kv_heads)
+
+
 def check_layout(spec: ModelSpec, layout: Layout) -> None:
     """Raises LayoutError naming the first quantity that the layout does not divide."""
     layout.stage_layers(spec.num_layers)
     _divides("tp", layout.tp, "vocabulary", spec.vocab_size)
     for layer in spec.layers:
         where = f"layer {layer.layer_idx}"
-        if isinstance(layer.mixer, (KDASpec, MLASpec)):
-            _divides("tp", layout.tp, f"{where}: attention heads", layer.mixer.num_heads)
+        _check_mixer(layer, layout, where)
         if not isinstance(layer.ffn, MoESpec):
             _divides("tp", layout.tp, f"{where}: feed-forward width", layer.ffn.width)
             continue
         _divides("ep", layout.ep, f"{where}: experts", layer.ffn.num_experts)
         _divides("tp", layout.tp, f"{where}: shared expert width", layer.ffn.shared_width)
-        _divides("tp", layout.tp, f"{where}: expert latent width", layer.ffn.latent_dim)
-        unit = spec.quant.group_size if spec.quant else 1
+        if layer.ffn.has_latent:
+            _divides("tp", layout.tp, f"{where}: expert latent width", layer.ffn.latent_dim)
+        # Tiles are checked below, rows and columns of every matrix.
+        unit = spec.quant.group_size if spec.quant and tile_unit(spec) == 1 else 1
         if layer.ffn.width % (layout.expert_tp * unit):
             raise LayoutError(
                 f"{where}: expert width {layer.ffn.width} over {layout.expert_tp} ranks is not a whole number of "
                 f"quantisation groups of {unit}",
                 next_step=f"Raise ep (now {layout.ep}) so that fewer ranks share an expert",
             )
+    for what, fit in cut_tiles(spec, layout):
+        raise LayoutError(
+            f"{what} {fit.size:,} over {fit.degree} ranks cuts a quantisation tile of {fit.tile}",
+            found=f"{fit.size / fit.degree / fit.tile:g} tiles each",
+            expected=f"whole tiles; an engine would have to {fit}",
+            next_step="Take fewer tensor-parallel ranks, or raise ep where it is the experts",
+        )
+
+
+def _check_mixer(layer: LayerSpec, layout: Layout, where: str) -> None:
+    mixer = layer.mixer
+    if isinstance(mixer, (KDASpec, MLASpec, GQASpec, CompressedSpec)):
+        _divides("tp", layout.tp, f"{where}: attention heads", mixer.num_heads)
+    if isinstance(mixer, GQASpec) and mixer.num_kv_heads % layout.tp and layout.tp % mixer.num_kv_heads:
+        raise LayoutError(
+            f"{where}: {mixer.num_kv_heads} key-value heads lie unevenly on tp={layout.tp}",
+            expected="a divisor of the heads, or a multiple of them: neighbours then share a head",
+        )
+    if isinstance(mixer, GatedDeltaSpec):
+        _divides("tp", layout.tp, f"{where}: key heads", mixer.num_key_heads)
+        _divides("tp", layout.tp, f"{where}: value heads", mixer.num_value_heads)
+    if isinstance(mixer, CompressedSpec):
+        _divides("tp", layout.tp, f"{where}: output groups", mixer.num_output_groups)
 
 
 def _divides(axis: str, degree: int, what: str, size: int) -> None:
@@ -208,14 +323,34 @@ def place(spec: ModelSpec, layout: Layout, coords: RankCoords, tensor: TensorSpe
     ranges: list[tuple[tuple[int, int], ...]] = [((0, size),) for size in shape]
     # One scale for a whole row, and a shape written down, are everyone's.
     is_whole = tensor.part == "weight_shape" or (tensor.part == "weight_scale" and rule.dim == 1 and shape[1:] == [1])
+    if tensor.num_stacked is not None:  # all experts of a layer in one tensor: whole experts, each cut like one
+        per_group = tensor.num_stacked // layout.ep
+        ranges[0] = ((coords.ep * per_group, (coords.ep + 1) * per_group),)
     if rule.dim is not None and not is_whole:
-        degree, index = (layout.tp, coords.tp) if rule.axis == "tp" else (layout.expert_tp, coords.expert_tp)
-        block = shape[rule.dim] // rule.parts
-        if shape[rule.dim] % (rule.parts * degree):
-            raise LayoutError(f"{tensor.name}: dimension {rule.dim} of {shape} does not split over {degree} ranks")
-        step = block // degree
-        ranges[rule.dim] = tuple((p * block + index * step, p * block + (index + 1) * step) for p in range(rule.parts))
+        dim = _stored_dim(tensor, rule.dim)
+        degree = _degree(spec, layout, rule.axis, tensor.param)
+        # Ranks beyond the key-value heads share one with their neighbours.
+        index = coords.expert_tp if rule.axis == "expert_tp" else coords.tp * degree // layout.tp
+        parts = rule.parts
+        if rule.dim == 0 and tensor.also_fills and not tensor.is_interleaved:
+            parts = 1 + len(tensor.also_fills)
+        widths = rule.widths or (shape[dim] // parts,) * parts
+        if sum(widths) != shape[dim] or any(width % degree for width in widths):
+            raise LayoutError(f"{tensor.name}: dimension {dim} of {shape} does not split over {degree} ranks")
+        starts = [sum(widths[:part]) for part in range(len(widths))]
+        ranges[dim] = tuple(
+            (start + index * (width // degree), start + (index + 1) * (width // degree))
+            for start, width in zip(starts, widths, strict=True)
+        )
     return Shard(tensor=tensor, ranges=tuple(ranges), slot=slot)
+
+
+def _stored_dim(tensor: TensorSpec, dim: int) -> int:
+    """Where dimension `dim` of the logical matrix lies in the stored tensor."""
+    if tensor.param.endswith("A_log"):  # a vector, stored by some with dimensions of one around it
+        return max(range(len(tensor.shape)), key=lambda d: tensor.shape[d])
+    first = 0 if tensor.num_stacked is None else 1
+    return first + (1 - dim if tensor.is_transposed else dim)
 
 
 def owned_shards(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Shard]:
@@ -238,7 +373,7 @@ def local_shape(
     if is_expert:
         local[0] //= layout.ep
     if rule.dim is not None:
-        local[first + rule.dim] //= layout.tp if rule.axis == "tp" else layout.expert_tp
+        local[first + rule.dim] //= _degree(spec, layout, rule.axis, param)
     assert math.prod(local) > 0
     return tuple(local)
 

@@ -10,23 +10,28 @@ from workbench.planner.engines import ENGINES, SGLANG, VLLM, WORKBENCH, Engine
 from workbench.planner.launch import LaunchCommand, LaunchPlan, launch_all, launch_sglang, launch_vllm, launch_workbench
 from workbench.planner.memory import CacheNeed, MemoryLedger, MemoryLine, Reserve, stage_ledger
 from workbench.planner.objective import Objective
+from workbench.planner.pages import HybridPages, hybrid_pages
 from workbench.planner.report import PlanReport
+from workbench.planner.reported import REPORTED, Comparison, Reported, compare_reported
 from workbench.planner.search import default_precision, plan
 from workbench.planner.stages import cut_stages
 from workbench.planner.weights import WeightTable, read_weight_table
 
 __all__ = [
     "ENGINES",
+    "REPORTED",
     "SGLANG",
     "VLLM",
     "WORKBENCH",
     "CacheNeed",
     "Candidate",
     "CheckLine",
+    "Comparison",
     "CostError",
     "CostLine",
     "Efficiency",
     "Engine",
+    "HybridPages",
     "LaunchCommand",
     "LaunchPlan",
     "MemoryLedger",
@@ -35,6 +40,7 @@ __all__ = [
     "PlanCheck",
     "PlanReport",
     "Refusal",
+    "Reported",
     "Reserve",
     "StageCost",
     "StepCost",
@@ -43,8 +49,10 @@ __all__ = [
     "check_deployment",
     "check_memory",
     "check_times",
+    "compare_reported",
     "cut_stages",
     "default_precision",
+    "hybrid_pages",
     "launch_all",
     "launch_sglang",
     "launch_vllm",

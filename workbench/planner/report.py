@@ -20,8 +20,10 @@ SHOWN_PLANS, SHOWN_REFUSALS = 8, 12
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
     """`candidates` fit and keep the limits, cheapest first; of those after the first only the decode step is known.
-     `uncosted` fit, but their bound is above the best cost (or
-    the number of traces ran out); `refused` have a reason each. `seconds` is what the search took."""
+
+    `uncosted` fit, but are not expected to win by their bound (or the number of traces ran out); `refused` have a
+    reason each. `seconds` is what the search took.
+    """
 
     model: str
     topology: str
@@ -51,7 +53,7 @@ class PlanReport:
         """Why this plan, what binds it, what the next best loses; or why there is none."""
         best = self.best
         if best is None:
-            return "\n".join(["No plan fits.", *self._why_none()])
+            return "\n".join(["No plan fits." if not self.uncosted else "No plan was found.", *self._why_none()])
         goal = self.objective
         lines = [
             f"{best} on {best.num_devices} of {self.topology}: "
@@ -116,6 +118,8 @@ class PlanReport:
         for kind, number in Counter(x.kind for x in self.refused).most_common():
             nearest = _nearest([x for x in self.refused if x.kind == kind])
             lines.append(f"{number} refused for {kind}; nearest: {nearest}")
+        if self.uncosted:
+            lines.append(f"{len(self.uncosted)} fit in memory and were not costed; raise trace_limit to go on.")
         return lines
 
     def _rest(self) -> str:
@@ -147,7 +151,10 @@ class PlanReport:
     def _loss(self, best: Candidate, second: Candidate) -> str:
         assert best.decode is not None
         assert second.decode is not None
-        text = f"Next best by its decode step: {second} on {second.num_devices}, {second.cost / best.cost - 1:+.1%} device seconds per token"
+        text = (
+            f"Next best by its decode step: {second} on {second.num_devices}, "
+            f"{second.cost / best.cost - 1:+.1%} device seconds per token"
+        )
         ours = {line.name.partition(" (")[0]: line.estimate.value * best.num_devices for line in best.decode.lines()}
         theirs = {
             line.name.partition(" (")[0]: line.estimate.value * second.num_devices for line in second.decode.lines()

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["default_precision", "plan"]
 
 TRACE_LIMIT = 8
+PATIENCE = 4  # times as many traces where nothing has kept the limits yet
 OPERATORS_PER_EXPERT = 10
 GAP_KEPT = 0.9  # of the smallest distance between a bound and the traced time, when the rest is judged by its bound
 
@@ -263,7 +264,9 @@ class _Search:
             nearest = min(waiting, key=lambda x: (gap.cost_of(x), x.visited), default=None)
             costed.sort(key=_by_cost)
             lowest = float("inf") if nearest is None else gap.cost_of(nearest)
-            if nearest is not None and num_traced < self.trace_limit and (not costed or lowest < costed[0].cost):
+            limit = self.trace_limit if costed else PATIENCE * self.trace_limit
+            is_open = len(costed) < 2 or lowest < costed[0].cost  # two, so that the best can be compared
+            if nearest is not None and num_traced < limit and is_open:
                 waiting.remove(nearest)
                 num_traced += 1
                 done = self._refusing(self._cost_decode, nearest)

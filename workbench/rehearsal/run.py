@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from workbench.base import Quantity, WorkbenchError, human
+from workbench.base import CheckpointError, Quantity, WorkbenchError, human
 from workbench.checkpoint import Checkpoint, audit, read_origin, write_ghost
 from workbench.cluster import measure_disk_read
 from workbench.loading import LoadProgress, load_in_pieces, prepare_load
@@ -45,9 +45,11 @@ def rehearse(
     `path`: a checkpoint folder, of weights or a ghost, or a folder or file with only a config; then a ghost is written
     to `out`, or to a folder that is removed afterwards. `index` gives the ghost its published names. The share is
     loaded piece by piece in bounded memory; with `keep` it is held whole, where this host can; with `plan_only` nothing
-    is read, and the shares, ledgers and collectives of all ranks are planned instead. Raises LayoutError for a
-    layout that does not fit the model, LoadError for a share that cannot be loaded, CheckpointError where no ghost
-    can be written. `ranks_per_host` only enters the estimate of the cluster's start. Findings of the audit end the rehearsal early and are in the report.
+    is read, and the shares, ledgers and collectives of all ranks are planned instead. `ranks_per_host` only enters the
+    estimate of the cluster's start.
+
+    Findings of the audit end the rehearsal early and are in the report. Raises LayoutError for a layout that does not
+    fit the model, LoadError for a share that cannot be loaded, CheckpointError where no ghost can be written.
     """
     began = time.perf_counter()
     tell = say or (lambda _: None)
@@ -100,6 +102,12 @@ def _checkpoint_folder(
 ) -> Iterator[Path]:
     """The folder to rehearse with: `path` where files of tensors lie there, else a ghost of it."""
     if path.is_dir() and any(path.glob("*.safetensors")):
+        if out is not None or index is not None:
+            raise CheckpointError(
+                "this folder holds files of tensors: no ghost is written",
+                where=path,
+                next_step="Leave out the index and the folder of a ghost, or give the config alone",
+            )
         yield path
         return
     with contextlib.ExitStack() as stack:
@@ -154,9 +162,7 @@ def _estimates(
         per_host = min(ranks_per_host, layout.world_size)
         found["rate of this disk"] = disk
         found["load of one rank alone on such a disk"] = _modelled(share, disk)
-        found[f"start of the cluster, {per_host} ranks to a host and such a disk each"] = _modelled(
-            share * per_host, disk
-        )
+        found[f"start of the cluster, hosts of {per_host} with such a disk each"] = _modelled(share * per_host, disk)
         found["start of the cluster, one such disk for all"] = _modelled(everything, disk)
     return found
 

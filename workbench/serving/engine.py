@@ -50,6 +50,8 @@ class EngineStats:
     num_free_slots: int
     num_steps: int
     num_aborted: int
+    num_preempted: int = 0
+    num_cached_tokens: int = 0  # tokens that kept pages saved from being read
 
 
 Listener = Callable[[TokenEvent | Finish], None]
@@ -65,6 +67,7 @@ class Generation:
         self.request_id = request_id
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
+        self.num_cached = 0  # tokens of the prompt that were not read again
         self.finish: Finish | None = None
         self._engine = engine
         self._events: SimpleQueue[TokenEvent | Finish] = SimpleQueue()
@@ -94,7 +97,8 @@ class Engine:
     """Continuous batching over a runner.
 
     `step_tokens` is the most new tokens per replica and step, at least one per slot; `max_queue` the most requests that
-    wait for a slot.
+    wait for a slot. With `prefix_pages` each replica keeps up to that many pages, of `page_tokens` tokens, of the
+    beginnings of prompts; a page costs the cached rows of its tokens and one recurrent state.
     Use `start()` for the background thread, or call `step_once()` by hand.
     """
 
@@ -104,11 +108,19 @@ class Engine:
         *,
         step_tokens: int = 512,
         max_queue: int = 256,
+        prefix_pages: int = 0,
+        page_tokens: int = 256,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
         self.info = runner.info
-        self.scheduler = Scheduler(self.info, step_tokens=max(step_tokens, self.info.num_slots), max_queue=max_queue)
+        self.scheduler = Scheduler(
+            self.info,
+            step_tokens=max(step_tokens, self.info.num_slots),
+            max_queue=max_queue,
+            prefix_pages=prefix_pages,
+            page_tokens=page_tokens,
+        )
         self._clock = clock
         self._changed = threading.Condition()  # guards the scheduler, the table of requests and the flags below
         self._requests: dict[int, tuple[SequenceState, Generation]] = {}
@@ -118,6 +130,7 @@ class Engine:
         self._error: WorkbenchError | None = None
         self._num_steps = 0
         self._num_aborted = 0
+        self._num_cached = 0
 
     def start(self) -> Engine:
         """Start the background thread; does nothing where it runs already. An engine that failed stays failed.
@@ -187,6 +200,8 @@ class Engine:
                 num_free_slots=self.scheduler.num_free,
                 num_steps=self._num_steps,
                 num_aborted=self._num_aborted,
+                num_preempted=self.scheduler.num_preempted,
+                num_cached_tokens=self._num_cached,
             )
 
     def step_once(self) -> bool:
@@ -203,9 +218,12 @@ class Engine:
             admitted = self.scheduler.admit()
             now = self._clock()
             for sequence in admitted:
-                self._requests[sequence.request_id][1].admitted_s = now
+                generation = self._requests[sequence.request_id][1]
+                generation.admitted_s = generation.admitted_s or now  # a pause is no second admission
+                generation.num_cached = generation.num_cached or sequence.num_cached
+                self._num_cached += sequence.num_cached
             plan = self.scheduler.plan()
-            unused = self.scheduler.unused_images()
+            unused = self.scheduler.unused()
         for replica, keys in unused:
             self.runner.drop_images(replica, keys)
         if not plan.num_tokens:
@@ -270,7 +288,20 @@ class Engine:
             self._fail(error)
             raise
         finally:
+            self._drop_pages()
             release_runner(self.runner)
+
+    def _drop_pages(self) -> None:
+        """Leave nothing kept behind: the next driver of the runner would know of none of it."""
+        with self._changed:
+            pages = self.scheduler.forget_pages()
+        if self._error is not None:
+            return  # nobody is there to listen
+        try:
+            for replica, keys in pages:
+                self.runner.drop_images(replica, keys)
+        except WorkbenchError as error:
+            self._error = error
 
 
 def _constraint_error(sequence: SequenceState) -> WorkbenchError | None:

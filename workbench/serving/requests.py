@@ -101,12 +101,18 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:
-    """A prompt as token ids, each image already expanded to one placeholder id per feature row."""
+    """A prompt as token ids, each image already expanded to one placeholder id per feature row.
+
+    Of those that wait, the higher `priority` goes first; it may take the slot of a lower one, which goes on later where
+    it was. Beginnings of prompts are shared within a `tenant` only.
+    """
 
     token_ids: tuple[int, ...]
     images: tuple[PlacedImage, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     constraint: Constraint | None = None
+    priority: int = 0
+    tenant: str = ""
 
     @property
     def num_image_tokens(self) -> int:

@@ -13,14 +13,14 @@ from torch import Tensor
 from workbench.base import LayoutError, RequestError
 from workbench.loading import load_sharded_weights
 from workbench.nn.batch import TokenBatch
-from workbench.nn.cache import Cache, StateCache
+from workbench.nn.cache import Cache, Page, StateCache
 from workbench.nn.model import Model
 from workbench.parallel.mesh import RankContext
 from workbench.parallel.pipeline import Pipeline
 from workbench.parallel.vision import encode_images
 from workbench.serving.inputs.images import normalise
 from workbench.serving.sampler import sample_steps
-from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, StepInput, runner_info
+from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, SequenceStep, StepInput, runner_info
 from workbench.spec import ModelSpec
 
 __all__ = ["LocalRunner", "RankRunner", "build_batch"]
@@ -41,6 +41,7 @@ class RankRunner:
         self.cache = self.new_cache(num_slots, max_tokens)
         self.pipeline = Pipeline(model.spec, ctx, model.dtype)
         self.features: dict[str, Tensor] = {}  # image key -> (tokens, D), on the first stage
+        self.pages: dict[str, Page] = {}  # kept beginnings of prompts, this stage's part
         self.is_sampler = ctx.is_last_stage and ctx.coords.tp == 0
 
     def new_cache(self, num_slots: int, max_tokens: int) -> StateCache:
@@ -71,6 +72,7 @@ class RankRunner:
     def drop_images(self, keys: Collection[str]) -> None:
         for key in keys:
             self.features.pop(key, None)
+            self.pages.pop(key, None)
 
     def reset_slot(self, slot: int) -> None:
         self.cache.reset(slot)
@@ -79,13 +81,29 @@ class RankRunner:
     def step(self, steps: StepInput) -> list[SampledToken]:
         """Advance this replica. Tokens of the sequences that sample, in order, on the sampler; [] on other ranks.
 
-        Raises RequestError for a chunk that does not fit its slot or names an image that was not encoded.
+        Raises RequestError for a chunk that does not fit its slot, or names an image that was not encoded or a page
+        that is not kept.
         """
+        for step in steps:
+            if step.restore:
+                self._restore(step)
         logits = self.run(build_batch(self.spec, steps, self._features(), device=self.ctx.device), self.cache)
+        for step in steps:
+            if step.save:
+                stop = step.start + len(step.token_ids)
+                self.pages[step.save] = self.cache.keep(step.slot, stop - step.page_tokens, stop)
         sampling = [step for step in steps if step.sample is not None]
         if logits is None or not self.is_sampler:
             return []
         return sample_steps(logits, sampling)
+
+    def _restore(self, step: SequenceStep) -> None:
+        missing = [key for key in step.restore if key not in self.pages]
+        if missing or len(step.restore) * step.page_tokens != step.start:
+            raise RequestError(
+                f"{len(missing)} of {len(step.restore)} pages are not kept, for a chunk that starts at {step.start}"
+            )
+        self.cache.restore(step.slot, [self.pages[key] for key in step.restore])
 
     @torch.inference_mode()
     def logits_of(self, steps: StepInput, *, use_cache: bool = True) -> tuple[Tensor | None, StateCache | None]:

@@ -65,7 +65,8 @@ class MultimodalInferenceService:
             print(service.infer("What is in the picture?", Path("cat.png")).text)
 
     May be used from many threads; requests share the model's steps. `step_tokens` is the most new tokens per step and
-    replica, `max_queue` the most requests that wait. Closing the service leaves the runner open.
+    replica, `max_queue` the most requests that wait; `prefix_pages` and `page_tokens` are as in `Engine`. Closing the
+    service leaves the runner open.
     """
 
     def __init__(
@@ -76,10 +77,18 @@ class MultimodalInferenceService:
         *,
         step_tokens: int = 512,
         max_queue: int = 256,
+        prefix_pages: int = 0,
+        page_tokens: int = 256,
     ) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
         self.grammars = Grammars(tokenizer)
-        self.engine = Engine(model, step_tokens=step_tokens, max_queue=max_queue)
+        self.engine = Engine(
+            model,
+            step_tokens=step_tokens,
+            max_queue=max_queue,
+            prefix_pages=prefix_pages,
+            page_tokens=page_tokens,
+        )
 
     def start(self) -> MultimodalInferenceService:
         """Begin to take requests; does nothing where it has begun."""

@@ -52,6 +52,10 @@ class SequenceStep:
 
     `history` is there where `sample` needs it: int32 ids of the whole sequence, of which the last `step_idx` were
     generated. `allowed` has one bit per id, in little-endian words of 32: those that may be chosen; empty means all.
+
+    `restore` has the keys of kept pages that hold the `start` tokens before this chunk, first page first: they are
+    copied into the slot before it is read. With `save` set, the last `page_tokens` tokens up to the end of the chunk,
+    and the state behind them, are kept under that key.
     """
 
     slot: int
@@ -63,6 +67,9 @@ class SequenceStep:
     step_idx: int = 0
     history: bytes = b""
     allowed: bytes = b""
+    restore: tuple[str, ...] = ()
+    save: str = ""
+    page_tokens: int = 0
 
 
 StepInput = tuple[SequenceStep, ...]  # of one data-parallel replica; empty where it has nothing to do
@@ -119,7 +126,7 @@ class Runner(Protocol):
         """Compute and keep the features of images under their keys, for steps of that replica to refer to."""
 
     def drop_images(self, replica: int, keys: Collection[str]) -> None:
-        """Forget features; unknown keys are ignored."""
+        """Forget features of images and kept pages; unknown keys are ignored."""
 
     def reset_slot(self, replica: int, slot: int) -> None:
         """Clear a slot before a new sequence enters it."""

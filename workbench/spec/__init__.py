@@ -41,6 +41,7 @@ from workbench.spec.parse import draft_tensors, parse_config, published_tensors,
 from workbench.spec.quant import QuantGroup, QuantSpec, RuleBook
 from workbench.spec.quant_rules import QuantRow, QuantTable, module_kind, resolve_quant_rules
 from workbench.spec.rope import LlamaScaling, RopeSpec, YarnSpec
+from workbench.spec.routing import choose_experts
 from workbench.spec.storage import SCHEMES, Scheme, pieces_of, scheme_table
 from workbench.spec.tensors import Part, Role, TensorSpec
 
@@ -82,6 +83,7 @@ __all__ = [
     "TensorSpec",
     "VisionSpec",
     "YarnSpec",
+    "choose_experts",
     "count_draft",
     "count_model",
     "draft_tensors",

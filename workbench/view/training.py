@@ -30,12 +30,14 @@ class TrainingPoint:
 
 
 class TrainingHistory:
-    """What is kept of a run: some hundred points whatever its length, all exams, and the last record."""
+    """What is kept of a run: some hundred points whatever its length, all exams, the last step, and the last record of
+    a lesson (that of the vision tower) which no step has followed yet."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
         self.layers: tuple[int, ...] = ()
         self.exams: list[tuple[int, dict[str, tuple[int, int]]]] = []
         self.last: Mapping[str, Any] | None = None
+        self.lesson: Mapping[str, Any] | None = None
         self.version = 0
         self._points: list[TrainingPoint] = []
         self._steps_a_point = 1
@@ -53,6 +55,8 @@ class TrainingHistory:
             self.exams.append((int(record["step"]) + 1, scores))
         elif "loss" in record and "load" in record:
             self._add_step(record)
+        elif "lesson_step" in record:
+            self.lesson = record
         else:
             return
         self.version += 1
@@ -66,7 +70,7 @@ class TrainingHistory:
             phase=str(record["phase"]),
             load=tuple(load[layer] for layer in self.layers),
         )
-        self.last = record
+        self.last, self.lesson = record, None
         last = self._points[-1] if self._points else None
         if last is not None and last.num < self._steps_a_point and last.phase == point.phase:
             self._points[-1] = _mean(last, point)

@@ -82,6 +82,9 @@ def training_html(history: TrainingHistory, num_steps: int, *, title: str = "Tra
             f"loss {last['loss']:.3f} · {last['phase']} weights · {last['tokens_per_s']:,.0f} tokens/s · "
             f"busiest expert {max(last['load'].values(), default=1.0):.2f} times its share · {left_s:.0f} s left"
         )
+    if history.lesson is not None:
+        facts = {key: value for key, value in history.lesson.items() if key not in ("kind", "step", "seconds")}
+        lines.append(f"lesson of the {history.lesson['kind']}: " + ", ".join(f"{k} {v:g}" for k, v in facts.items()))
     if history.exams:
         step, scores = history.exams[-1]
         marks = ", ".join(f"{kind} {right}/{num}" for kind, (right, num) in scores.items())

@@ -1,0 +1,42 @@
+"""The whole search for the published model on many devices, with the real tracer: quick and small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SEARCH = """
+import json, resource, time
+from planner_samples import published
+from workbench.cluster import Topology, read_hardware
+from workbench.planner import Objective, plan
+began = time.process_time()
+report = plan(published(), Topology.of_hardware(read_hardware("h200"), 512), Objective(context=8192, concurrency=512))
+print(json.dumps({
+    "seconds": time.process_time() - began,
+    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "best": None if report.best is None else str(report.best),
+    "considered": report.num_layouts,
+    "devices": None if report.best is None else report.best.num_devices,
+}))
+"""
+
+
+def test_a_search_over_512_devices_takes_under_ten_seconds_and_two_gigabytes() -> None:
+    """Seconds of the processor in a fresh process, the import of torch included."""
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", SEARCH],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={"PYTHONPATH": f"{folder}:{folder.parent}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["considered"] > 1500
+    assert found["devices"] >= 16
+    assert found["seconds"] < 10, found
+    assert found["peak"] < 2 << 30, found
