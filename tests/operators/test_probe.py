@@ -106,7 +106,7 @@ def test_each_planted_fault_is_found_and_named(monkeypatch: pytest.MonkeyPatch) 
     }
     assert not coverage.ok
     assert {gap.use.name for gap in coverage.gaps} == {u.name for u in (SIGMOID, EXP, TOPK, NEG, ABS)}
-    assert "to the host inside the kernel" in found["sigmoid"].detail
+    assert "through the host" in found["sigmoid"].detail
     assert found["exp"].error == pytest.approx(0.02, rel=0.01)
     assert "SIGABRT" in found["abs"].detail
     assert "fakecard" in found["topk"].detail
@@ -131,7 +131,7 @@ def test_an_operator_without_a_kernel_is_seen_to_go_through_the_fallback(monkeyp
 
 def test_an_operator_that_hangs_costs_its_time_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"operators": [MM.name], "hanging": [EXP.name]}))
-    coverage = probe_operators(inventory(EXP, MM), "fakecard", command=CARD, roofline=False, time_limit_s=30.0)
+    coverage = probe_operators(inventory(EXP, MM), "fakecard", command=CARD, roofline=False, time_limit_s=20.0)
     assert [result.status for result in coverage.results] == ["failed", "ran"]
     assert "timed out" in coverage.results[0].detail
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ from workbench.loading.load import tensors_of
 from workbench.placement import Layout, owned_shards
 from workbench.rehearsal import all_ranks_bytes, check_ledger, read_plan, rehearse, stage_shares
 from workbench.spec import parse_config
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import k3_published
 
 LAYOUTS = ("tp1", "tp2xep2", "dp2xtp2xep4", "pp2xtp2", "dp2xep2")
 WINDOW = 1 << 20
@@ -281,3 +285,27 @@ def test_plan_that_forgets_or_doubles_a_row_fails_without_a_load(spooky: Path) -
         faulty = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, assignments=assignments))
         with pytest.raises(LoadError, match=match):
             check_ledger(faulty)
+
+
+# ---------------------------------------------------------------------------------- the published model
+
+ROUTED_EXPERTS = 1_446_456_066_048  # bytes of all of them
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not k3_published.INDEX.exists(), reason="the published index is not here")
+def test_one_rank_of_k3_over_64_is_planned_quickly_and_really_loaded(tmp_path: Path) -> None:
+    root = write_ghost(k3_published.CONFIG, tmp_path / "k3", index=k3_published.INDEX).root
+    layout = Layout.parse("tp8xdp8xep64")
+    began = time.process_time()  # this process alone: the machine may be busy
+    prepared = prepare_load(Checkpoint.open(root), layout, 11, precision="mxfp4")
+    plan = read_plan(prepared, "mxfp4")
+    assert time.process_time() - began < 30
+    assert plan.bytes_by_role["routed_expert"] == ROUTED_EXPERTS // 64
+    done = load_in_pieces(prepared)
+    assert (done.stats.bytes_read, done.stats.num_reads) == (plan.num_bytes, plan.num_reads)
+    summary = done.ledger.summary()
+    assert summary["rows"] == summary["rows_written"]
+    assert done.stats.peak_host_bytes < 1 << 30 < 32 << 30 < done.stats.resident_bytes
+    assert done.stats.peak_host_bytes == pytest.approx(prepared.peak_bytes(keep=False), rel=0.25)

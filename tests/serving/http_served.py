@@ -111,11 +111,24 @@ class Served:
 
 
 @contextmanager
-def served(runner: EchoRunner | list[int], *, processor: object = None, **settings: Any) -> Iterator[Served]:
+def served(
+    runner: EchoRunner | list[int],
+    *,
+    processor: object = None,
+    prefix_pages: int = 0,
+    page_tokens: int = 256,
+    **settings: Any,
+) -> Iterator[Served]:
     """Served until the block ends; afterwards every slot must be free and every place empty."""
     if isinstance(runner, list):
         runner = ScriptRunner(runner)
-    service = MultimodalInferenceService(runner, TOKENIZER, processor or ImageProcessor(ImageSpec()))  # type: ignore[arg-type]
+    service = MultimodalInferenceService(
+        runner,
+        TOKENIZER,
+        processor or ImageProcessor(ImageSpec()),  # type: ignore[arg-type]
+        prefix_pages=prefix_pages,
+        page_tokens=page_tokens,
+    )
     settings = {"model": "k3", "port": 0, "drain_timeout_s": 5.0, **settings}
     with service, HttpServer(service, ServerSettings(**settings)) as server:
         port = int(server.url.removesuffix("/v1").rpartition(":")[2])

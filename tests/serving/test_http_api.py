@@ -97,7 +97,7 @@ def test_completions_continue_plain_text_and_token_ids_in_the_order_of_the_promp
         "prompt_tokens": 5,
         "completion_tokens": 16,
         "total_tokens": 21,
-        "prompt_tokens_details": {"image_tokens": 0},
+        "prompt_tokens_details": {"image_tokens": 0, "cached_tokens": 0},
     }
     assert "".join(event["choices"][0]["text"] for event in ids.events) == "abca"
 
@@ -153,7 +153,7 @@ def test_pictures_take_their_rows_and_are_counted():
     content = [{"type": "text", "text": "compare"}, picture_part(1), picture_part(2)]
     with served(runner) as server:
         got = server.post(ask(content))
-    assert got.json["usage"]["prompt_tokens_details"] == {"image_tokens": 12}
+    assert got.json["usage"]["prompt_tokens_details"]["image_tokens"] == 12
     assert len([call for call in runner.calls if call[0] == "encode"]) == 2
 
 
@@ -318,6 +318,19 @@ def test_many_clients_at_once_get_their_own_answers():
         for thread in threads:
             thread.join(60)
     assert answers == {n: (f"secret-{n}-" * 10)[:40] for n in range(24)}
+
+
+def test_common_beginnings_are_counted_and_shared_by_the_holder_of_a_key_alone():
+    keys = {key_digest(name * 16): name for name in "ab"}
+    cached = []
+    with served(EchoRunner(), api_keys=keys, prefix_pages=20, page_tokens=8) as server:
+        for name in "aab":
+            got = server.post({"prompt": "c" * 30, "max_tokens": 5}, PLAIN, authorization=f"Bearer {name * 16}")
+            assert got.json["choices"][0]["text"] == "ccccc"
+            cached.append(got.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+        text = server.get("/metrics").body.decode()
+    assert cached == [0, 24, 0]
+    assert "workbench_prefix_cached_tokens_total 24.0" in text
 
 
 def test_the_alphabet_of_the_fakes_is_bytes():

@@ -19,7 +19,7 @@ from workbench.checkpoint.header import read_header
 from workbench.checkpoint.index import ShardIndex, find_index, read_index
 from workbench.checkpoint.names import NameMatch, match_names
 from workbench.checkpoint.origin import read_origin
-from workbench.spec import ModelCounts, ModelSpec, TensorSpec, count_model, read_spec
+from workbench.spec import ModelCounts, ModelSpec, TensorSpec, count_draft, count_model, missing_blocks, read_spec
 
 __all__ = ["InspectReport", "NameSummary", "ShardSummary", "inspect_checkpoint"]
 
@@ -209,9 +209,7 @@ def _name_summary(
 
 
 def _model_table(spec: ModelSpec, counts: ModelCounts) -> Table:
-    quant = (
-        "none" if spec.quant is None else f"routed experts in {spec.quant.scheme}, groups of {spec.quant.group_size}"
-    )
+    missing = missing_blocks(spec)
     rows: list[tuple[str, Cell]] = [
         ("family", spec.family),
         ("hidden size / vocabulary", f"{spec.hidden_size:,} / {spec.vocab_size:,}"),
@@ -223,12 +221,32 @@ def _model_table(spec: ModelSpec, counts: ModelCounts) -> Table:
         ("KV bytes per token (bf16)", counts.kv_bytes_per_token),
         ("state bytes per sequence", counts.state_bytes_per_sequence),
         ("routed experts visited per token", counts.experts_per_token),
-        ("plain weights / quantisation", f"{spec.dtype} / {quant}"),
-        ("residual", "plain" if spec.residual is None else f"blocks of {spec.residual.block_size} layers, mixed"),
+        ("plain weights / quantisation", f"{spec.dtype} / {_quantisation(spec)}"),
+        ("residual", _residual(spec)),
+        *(
+            [("draft layers, kept apart", f"{spec.draft.num_layers}, {count_draft(spec)[0]:,} parameters")]
+            if spec.draft
+            else []
+        ),
+        ("runs here", "yes" if not missing else f"no: {', '.join(missing)}"),
         ("norm eps", f"{spec.norm_eps:g}"),
     ]
     note = "Active leaves out the input embedding (a lookup) and the vision tower, as the published figure does."
     return Table(title="Model", columns=("what", "value"), rows=tuple(rows), note=note)
+
+
+def _quantisation(spec: ModelSpec) -> str:
+    if spec.quant is None:
+        return "none"
+    if spec.quant.schemes == ("mxfp4",):
+        return f"routed experts in mxfp4, groups of {spec.quant.group_size}"
+    return f"{', '.join(spec.quant.schemes)}, by the rules of {spec.quant.method}"
+
+
+def _residual(spec: ModelSpec) -> str:
+    if spec.streams is not None:
+        return f"{spec.streams.num_streams} streams, hyper-connections"
+    return "plain" if spec.residual is None else f"blocks of {spec.residual.block_size} layers, mixed"
 
 
 def _layer_table(counts: ModelCounts) -> Table:
@@ -266,7 +284,9 @@ def _weight_table(counts: ModelCounts) -> Table:
 
 def _token_table(spec: ModelSpec) -> Table:
     tokens = spec.tokens
-    rows = [("bos", tokens.bos), ("eos", tokens.eos), ("pad", tokens.pad), ("picture", tokens.media)]
+    ids = [("bos", tokens.bos), ("eos", tokens.eos), ("pad", tokens.pad), ("picture", tokens.media)]
+    ids += [("ends an answer as well", token) for token in tokens.more_eos]
+    rows = [(name, token) for name, token in ids if token != -1]
     return Table(title="Special tokens", columns=("token", "id"), rows=tuple(rows))
 
 

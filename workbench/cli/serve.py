@@ -35,6 +35,13 @@ def add(commands: Commands) -> None:
     serve.add_argument("--api-key-file", type=Path, help="one `holder:key` a line; every question then needs a key")
     serve.add_argument("--open", action="store_true", help="listen beyond this machine without keys")
     serve.add_argument("--slots", type=count, default=8, help="answers under way at once, per replica (default 8)")
+    serve.add_argument(
+        "--prefix-pages",
+        type=int,
+        default=0,
+        help="pages of common beginnings of prompts to keep, per replica; each costs one recurrent state (default 0)",
+    )
+    serve.add_argument("--page-tokens", type=count, default=256, help="tokens of such a page (default 256)")
     serve.add_argument("--max-waiting", type=int, default=64, help="requests that may wait for a slot (default 64)")
     serve.add_argument("--requests-per-minute", type=count, help="per key, or per address where there are no keys")
     serve.add_argument("--request-timeout", type=seconds, default=600.0, help="longest answer, seconds (default 600)")
@@ -84,7 +91,9 @@ def _serve(args: argparse.Namespace) -> int:
     with (
         contextlib.closing(bind_address(settings)) as bound,
         deploy(args, num_slots=args.slots) as deployment,
-        open_service(deployment, args.path) as service,
+        open_service(
+            deployment, args.path, prefix_pages=max(0, args.prefix_pages), page_tokens=args.page_tokens
+        ) as service,
     ):
         server = HttpServer(service, settings, bound=bound)
         if args.json:

@@ -118,7 +118,8 @@ class LinkSurvey:
                 )
 
     def measure(self, series: Series) -> None:
-        """Times at every size; at the first failure the series ends and becomes a claim."""
+        """Times at every size. At the first failure the series ends: the failure becomes a claim, and what was measured
+        before it counts where it is enough for a fit."""
         covered = {(x.operation, x.dtype): x.is_supported for x in self.findings.coverage}
         if series.algorithm in self._hung or not covered.get((series.operation, series.dtype), True):
             return  # said already
@@ -128,15 +129,16 @@ class LinkSurvey:
         for size in series.sizes:
             outcome = self._step(series, size, _repeats(seconds))
             if outcome is None:
-                return
+                break
             if outcome.failure:
                 if not outcome.is_broken:
                     self.findings.claim(outcome.failure)
-                return
+                break
             parts = [outcome.answers[rank] for rank in series.ranks]
             seconds = max(part["seconds"] for part in parts)  # an operation is over when its last rank has it
             points.append((int(parts[0]["num_bytes"]), seconds))
-        self.findings.points[series] = points
+        if len({size for size, _ in points}) > 1:
+            self.findings.points[series] = points
 
     def _step(self, series: Series, size: int, repeats: int) -> StepOutcome | None:
         """None where nothing is tried any more."""

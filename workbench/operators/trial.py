@@ -3,10 +3,9 @@
 Runs inside the probe's child process. Inputs are made from the use's shapes, dtypes and arguments; the operator is
 looked up when it is tried, not when this module is imported, so a plug-in may register its own in between.
 
-Whether it runs *there*: the device's own kernel is called directly while a dispatch mode watches what it calls in turn.
-A result that came by way of the host shows as a tensor that leaves the device. A backend whose fallback serves
-operators it has no kernel for is known from the dispatch table. What cannot be seen is a kernel that copies to the host
-behind torch's back; only its rate gives it away.
+Whether it runs *there*: a backend whose fallback serves operators it has no kernel for is known from the dispatch table.
+A kernel that fetches its inputs and computes on the host needs host memory for them, which the profiler sees. What
+cannot be seen is a kernel that computes on the host in memory of its own, behind torch's back; its rate gives it away.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["measure_copy", "try_operator"]
 
@@ -37,7 +34,8 @@ POSITIVE = {"rsqrt", "sqrt", "log", "reciprocal", "pow", "div"}
 # Integer arguments that must lie within a dimension of the first tensor.
 INDEXED = {"index", "index_select", "gather", "embedding", "index_put", "index_copy", "index_add", "index_fill"}
 INDEXED |= {"scatter", "take"}
-FETCHING = ("to", "cpu", "numpy", "tolist")  # methods that bring a tensor to the host
+# Host memory that a call may take without computing there: tables of sizes, numbers, an index or two.
+LEAST_HOST_BYTES, HOST_SHARE = 64, 0.5
 UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -145,16 +143,15 @@ class Trial:
         args, kwargs = self.build(self.put(host), self.device, None)
         if self.device.type == "cpu":
             return _tensors(func(*args, **kwargs)), ""
-        key = torch._C._dispatch_key_for_device(self.device.type)
-        watch = _Watch(self.device)
-        if _goes_to_fallback(func, key):
-            how = f"no kernel for {self.device.type}: the backend's fallback takes it"
-            return _tensors(func(*args, **kwargs)), how
-        with watch, watch.methods():
-            out = func._op_dk(getattr(torch._C.DispatchKey, key), *args, **kwargs)
-        results = _tensors(out)
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            results = _tensors(func(*args, **kwargs))
         _finish(self.device, results)
-        return results, watch.left
+        if _goes_to_fallback(func, torch._C._dispatch_key_for_device(self.device.type)):
+            return results, f"no kernel for {self.device.type}: the backend's fallback takes it"
+        taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.function_events or ())
+        if taken >= max(LEAST_HOST_BYTES, HOST_SHARE * sum(x.nbytes for x in results)):
+            return results, f"the call took {taken:,} bytes of host memory: its work went through the host"
+        return results, ""
 
     def put(self, host: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the device, with the same strides."""
@@ -260,52 +257,6 @@ def measure_copy(device: str) -> dict[str, object]:
     return {"bytes_per_s": 2 * COPY_BYTES / best, "size": COPY_BYTES, "threads": torch.get_num_threads()}
 
 
-class _Watch(TorchDispatchMode):
-    """`left` says which tensor left the device while it watched; a single number may (it steers, it computes not).
-
-    What a compiled kernel calls in turn comes through the mode. A kernel written in Python runs only once no mode is
-    on, so the methods by which it would fetch a tensor are watched for themselves.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device, self.left = device, ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.note(str(func), [args, list((kwargs or {}).values())], out)
-        return out
-
-    def note(self, name: str, given: Any, out: Any) -> None:
-        came = [x for x in _tensors(given) if x.device.type == self.device.type]
-        found = _tensors(out) or (came if name in FETCHING else [])  # an array or a list of numbers is on the host
-        gone = [x for x in found if x.numel() > 1 and (x.device.type == "cpu" or found is came)]
-        if came and gone and not self.left:
-            self.left = f"{name} takes {tuple(gone[0].shape)} to the host inside the kernel"
-
-    @contextmanager
-    def methods(self) -> Iterator[None]:
-        def watched(name: str, inner: Any) -> Any:
-            def method(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-                out = inner(x, *args, **kwargs)
-                self.note(name, x, out)
-                return out
-
-            return method
-
-        own = {name: vars(Tensor).get(name) for name in FETCHING}
-        for name in FETCHING:
-            setattr(Tensor, name, watched(name, getattr(Tensor, name)))
-        try:
-            yield
-        finally:
-            for name, method in own.items():
-                if method is None:
-                    delattr(Tensor, name)
-                else:
-                    setattr(Tensor, name, method)
-
-
 def _finish(device: torch.device, results: Sequence[Tensor]) -> None:
     """Wait for the device; one that cannot be waited for is done when a number of the result has come back."""
     if device.type == "cpu":
@@ -318,10 +269,24 @@ def _finish(device: torch.device, results: Sequence[Tensor]) -> None:
 
 
 def _goes_to_fallback(func: Any, key: str) -> bool:
-    """Whether the dispatch table sends this operator to the backend's catch-all fallback."""
+    """Whether the dispatch table sends this operator to the backend's catch-all fallback.
+
+    A structured operator has a default kernel that only calls its `out` form, which is then what decides.
+    """
+    if "backend fallback" in _table_line(func, key):
+        return True
+    if "NonFunctional" not in _table_line(func, key):
+        return False
+    name = func.overloadpacket.__name__.removesuffix("_")
+    packet = getattr(torch.ops.aten, name, func.overloadpacket)
+    forms = [getattr(packet, overload) for overload in packet.overloads()]
+    outs = [form for form in forms if any(argument.is_out for argument in form._schema.arguments)]
+    return any("backend fallback" in _table_line(form, key) for form in outs)
+
+
+def _table_line(func: Any, key: str) -> str:
     table = torch._C._dispatch_dump_table(func.name())
-    line = next((line for line in table.splitlines() if line.startswith(f"{key}:")), "")
-    return "backend fallback" in line
+    return next((line for line in table.splitlines() if line.startswith(f"{key}:")), "")
 
 
 def _find(name: str) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from workbench.base import Table
+from workbench.base import Cell, Table
 from workbench.placement.layout import Layout
 from workbench.spec import SCHEMES, DenseFFNSpec, GQASpec, LayerSpec, MLASpec, ModelSpec
 
@@ -78,7 +78,7 @@ def tile_table(spec: ModelSpec, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> T
     """Every split dimension of a model against tensor-parallel degrees; experts count as split over the same ranks."""
     unit = tile_unit(spec)
     dimensions = dict.fromkeys((where, size) for where, size, _ in _split_dimensions(spec, Layout()))
-    rows = tuple(
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
         (where, size, *(str(tile_fit(size, degree, unit)) for degree in degrees)) for where, size in dimensions
     )
     columns = ("dimension", "size", *(f"tp{degree}" for degree in degrees))

@@ -3,6 +3,7 @@
 Nothing here needs torch until a model is looked at.
 """
 
+from workbench.planner.calibrate import CalibratedEfficiency, CategoryFit, calibrate
 from workbench.planner.candidates import Candidate, Refusal, all_layouts
 from workbench.planner.check import CheckLine, PlanCheck, check_deployment, check_memory, check_times
 from workbench.planner.cost import CostError, CostLine, Efficiency, StageCost, StepCost, stage_cost, step_cost
@@ -24,7 +25,9 @@ __all__ = [
     "VLLM",
     "WORKBENCH",
     "CacheNeed",
+    "CalibratedEfficiency",
     "Candidate",
+    "CategoryFit",
     "CheckLine",
     "Comparison",
     "CostError",
@@ -46,6 +49,7 @@ __all__ = [
     "StepCost",
     "WeightTable",
     "all_layouts",
+    "calibrate",
     "check_deployment",
     "check_memory",
     "check_times",

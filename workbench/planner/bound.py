@@ -15,8 +15,12 @@ from workbench.spec import ModelSpec, MoESpec
 
 if TYPE_CHECKING:
     from workbench.cluster.topology import Topology
+    from workbench.planner.candidates import Candidate
 
-__all__ = ["decode_bound", "experts_visited"]
+__all__ = ["Gap", "decode_bound", "experts_visited"]
+
+OPERATORS_PER_EXPERT = 10
+GAP_KEPT = 0.9  # of the smallest distance between a bound and the traced time, when the rest is judged by its bound
 
 _NOT_READ = ("embedding", "vision", "projector")  # a lookup reads a few rows; pictures are not part of a decode step
 
@@ -58,3 +62,29 @@ def experts_visited(spec: ModelSpec, layout: Layout, num_tokens: int) -> float:
     """Experts that one rank computes in a step, over all layers and stages that the step passes through."""
     local = sum(layer.ffn.num_experts / layout.ep for layer in spec.layers if isinstance(layer.ffn, MoESpec))
     return local * share_visited(spec, layout, num_tokens)
+
+
+class Gap:
+    """What a traced step takes beyond its bound, learnt from the plans costed so far.
+
+    It has two parts: work on experts, as many times as experts are visited, and the rest (starting operators, norms,
+    small collectives), which is alike for all layouts. The smallest of each that was seen is expected of the others;
+    before anything was seen, only that every visited expert starts some operators.
+    """
+
+    def __init__(self, launch_s: float) -> None:
+        self.per_expert, self.rest = OPERATORS_PER_EXPERT * launch_s, 0.0
+        self.has_learnt = False
+
+    def learn(self, x: Candidate) -> None:
+        assert x.decode is not None
+        experts = sum(line.estimate.value for line in x.decode.lines() if line.name in ("dequantise", "grouped_gemm"))
+        per_expert = experts / x.visited if x.visited else 0.0
+        rest = max(0.0, x.per_token.value - x.bound_s - experts)
+        if self.has_learnt:
+            per_expert, rest = min(self.per_expert, per_expert), min(self.rest, rest)
+        self.per_expert, self.rest, self.has_learnt = per_expert, rest, True
+
+    def cost_of(self, x: Candidate) -> float:
+        """The least that the plan is expected to cost."""
+        return x.cost_of(max(x.bound_s, GAP_KEPT * (self.rest + self.per_expert * x.visited)))

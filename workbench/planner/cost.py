@@ -58,6 +58,11 @@ class Efficiency:
     basis: Basis = "assumed"
     source: str = "efficiencies usual for well-tuned operators"
 
+    def seconds(self, use: OperatorUse, compute_s: float, memory_s: float) -> tuple[float, Basis, str]:
+        """Seconds of one call that takes `compute_s` at the full rate and `memory_s` at the full bandwidth."""
+        roofline = max(compute_s / self.compute_of(use.category), memory_s / self.memory_of(use.category))
+        return roofline + self.launch.value, self.basis, self.source
+
     def compute_of(self, category: str) -> float:
         return self.compute.get(category, self.compute[""])
 
@@ -273,11 +278,7 @@ def _operator(
     seconds = measured.seconds(use) if measured is not None else None
     if seconds is not None:
         return min(lower, seconds.value), seconds.value, seconds.basis, seconds.source
-    roofline = max(
-        compute / efficiency.compute_of(use.category),
-        use.num_bytes / bandwidth.value / efficiency.memory_of(use.category),
-    )
-    return lower, roofline + efficiency.launch.value, efficiency.basis, efficiency.source
+    return lower, *efficiency.seconds(use, compute, use.num_bytes / bandwidth.value)
 
 
 def _rate(use: OperatorUse, device: TopologyDevice) -> float:

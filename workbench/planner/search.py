@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from workbench.base import ConfigError, LayoutError, Quantity, human
 from workbench.placement import Layout
-from workbench.planner.bound import decode_bound, experts_visited
+from workbench.planner.bound import Gap, decode_bound, experts_visited
 from workbench.planner.candidates import (
     Candidate,
     Divisibility,
@@ -41,13 +41,15 @@ __all__ = ["default_precision", "plan"]
 
 TRACE_LIMIT = 8
 PATIENCE = 4  # times as many traces where nothing has kept the limits yet
-OPERATORS_PER_EXPERT = 10
-GAP_KEPT = 0.9  # of the smallest distance between a bound and the traced time, when the rest is judged by its bound
 
 
 def default_precision(spec: ModelSpec) -> str:
-    """How the published files hold the weights: nothing is rounded, nothing is expanded."""
-    return spec.quant.scheme if spec.quant is not None else "bf16"
+    """How the published files hold the weights, so that nothing is rounded or expanded; bf16 where that is no
+    precision of this project's own."""
+    from workbench.nn.precision import PRECISIONS
+
+    scheme = spec.quant.scheme if spec.quant is not None else "bf16"
+    return scheme if scheme in PRECISIONS else "bf16"
 
 
 def plan(
@@ -259,7 +261,7 @@ class _Search:
         """
         costed: list[Candidate] = []
         waiting = sorted(fitting, key=_by_bound)
-        gap, num_traced = _Gap(self.efficiency.launch.value), 0
+        gap, num_traced = Gap(self.efficiency.launch.value), 0
         while waiting or costed:
             nearest = min(waiting, key=lambda x: (gap.cost_of(x), x.visited), default=None)
             costed.sort(key=_by_cost)
@@ -372,32 +374,6 @@ class _Search:
 
     def _refuse_layout(self, layout: Layout, precision: str, kv_dtype: str, kind: RefusalKind, reason: str) -> None:
         self.refused.append(Refusal(layout=layout, precision=precision, kv_dtype=kv_dtype, kind=kind, reason=reason))
-
-
-class _Gap:
-    """What a traced step takes beyond its bound, learnt from the plans costed so far.
-
-    It has two parts: work on experts, as many times as experts are visited, and the rest (starting operators, norms,
-    small collectives), which is alike for all layouts. The smallest of each that was seen is expected of the others;
-    before anything was seen, only that every visited expert starts some operators.
-    """
-
-    def __init__(self, launch_s: float) -> None:
-        self.per_expert, self.rest = OPERATORS_PER_EXPERT * launch_s, 0.0
-        self.has_learnt = False
-
-    def learn(self, x: Candidate) -> None:
-        assert x.decode is not None
-        experts = sum(line.estimate.value for line in x.decode.lines() if line.name in ("dequantise", "grouped_gemm"))
-        per_expert = experts / x.visited if x.visited else 0.0
-        rest = max(0.0, x.per_token.value - x.bound_s - experts)
-        if self.has_learnt:
-            per_expert, rest = min(self.per_expert, per_expert), min(self.rest, rest)
-        self.per_expert, self.rest, self.has_learnt = per_expert, rest, True
-
-    def cost_of(self, x: Candidate) -> float:
-        """The least that the plan is expected to cost."""
-        return x.cost_of(max(x.bound_s, GAP_KEPT * (self.rest + self.per_expert * x.visited)))
 
 
 def _by_bound(x: Candidate) -> tuple[float, int, str]:

@@ -12,9 +12,12 @@ from workbench.spec import read_spec, require_runnable
 __all__ = ["open_service"]
 
 
-def open_service(model: Runner, root: Path | str) -> MultimodalInferenceService:
+def open_service(
+    model: Runner, root: Path | str, *, prefix_pages: int = 0, page_tokens: int = 256
+) -> MultimodalInferenceService:
     """A service over `model` with the tokenizer and image settings of checkpoint folder `root`; start it with `with`.
 
+    `prefix_pages` and `page_tokens` are as in `Engine`.
     Raises TokenizerError where the folder's tokenizer is missing or disagrees with its config, ConfigError as
     `read_spec`.
     """
@@ -22,4 +25,6 @@ def open_service(model: Runner, root: Path | str) -> MultimodalInferenceService:
     spec = read_spec(root)
     require_runnable(spec)
     processor = ImageProcessor(spec.image) if spec.image is not None and spec.vision is not None else None
-    return MultimodalInferenceService(model, read_tokenizer(root, spec), processor)
+    return MultimodalInferenceService(
+        model, read_tokenizer(root, spec), processor, prefix_pages=prefix_pages, page_tokens=page_tokens
+    )

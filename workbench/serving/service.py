@@ -208,6 +208,8 @@ def placed_request(
     images: Sequence[ImageInput],
     sampling: SamplingParams,
     constraint: Constraint | None = None,
+    *,
+    tenant: str = "",
 ) -> GenerationRequest:
     """The request for a prompt with its images. Raises RequestError where they do not belong together."""
     if [(span.key, span.count) for span in prompt.image_spans] != [(x.key, x.num_tokens) for x in images]:
@@ -216,7 +218,9 @@ def placed_request(
         PlacedImage(key=image.key, patches=image.patches, grid=image.grid, row=span.start, count=span.count)
         for span, image in zip(prompt.image_spans, images, strict=True)
     )
-    return GenerationRequest(token_ids=prompt.token_ids, images=placed, sampling=sampling, constraint=constraint)
+    return GenerationRequest(
+        token_ids=prompt.token_ids, images=placed, sampling=sampling, constraint=constraint, tenant=tenant
+    )
 
 
 def _as_list(images: ImagesLike) -> list[ImageSource]:

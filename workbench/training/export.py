@@ -114,6 +114,8 @@ def _write_origin(config: TrainConfig, state: SavedState, out: Path, root: Path)
     """`origin.json` for programs, README.md for people, and the run's recipe and curve."""
     steps = [r for r in read_metrics(out / "metrics.jsonl", "step") if r["step"] < state.step]
     exams = [r for r in read_metrics(out / "metrics.jsonl", "exam") if r["step"] < state.step]
+    lesson = [r for r in read_metrics(out / "metrics.jsonl", "tower") if r["step"] < state.step][-1:]
+    lesson_seconds = lesson[0]["seconds"] if lesson else 0.0
     record = {
         "weights": "trained",
         "recipe": config.name,
@@ -121,7 +123,7 @@ def _write_origin(config: TrainConfig, state: SavedState, out: Path, root: Path)
         "steps": state.step,
         "tokens": sum(r["tokens"] for r in steps),
         "samples": sum(r["samples"] for r in steps),
-        "train_seconds": round(sum(r["seconds"] for r in steps), 1),
+        "train_seconds": round(sum(r["seconds"] for r in steps) + lesson_seconds, 1),
         "layout": state.layout,
         "torch": torch.__version__,
     }
@@ -134,6 +136,12 @@ def _write_origin(config: TrainConfig, state: SavedState, out: Path, root: Path)
         file.writelines(json.dumps({key: r[key] for key in ("step", "scores")}) + "\n" for r in exams)
     num_bytes = sum(path.stat().st_size for path in root.iterdir())
     counts = count_model(config.spec())
+    lesson_text = ""
+    if lesson:
+        lesson_text = (
+            f"Before step {lesson[0]['step']:,} the vision tower took a lesson of {config.tower.steps:,} batches of "
+            f"{config.tower.batch} labelled pictures ({lesson_seconds:,.0f} s of those seconds).\n"
+        )
     (root / "README.md").write_text(
         f"# {config.name}\n\n"
         "A small Kimi K3, trained from scratch by this repository: the published file layout, names and types, every\n"
@@ -141,8 +149,8 @@ def _write_origin(config: TrainConfig, state: SavedState, out: Path, root: Path)
         "vision tower, projector), other sizes.\n\n"
         f"    workbench train data/train/{config.name}.toml --out out/{config.name}\n\n"
         f"{state.step:,} steps, {record['samples']:,} samples, {record['tokens']:,} tokens, "
-        f"{record['train_seconds']:,.0f} s of steps on layout {state.layout}; {counts.num_params:,} parameters, "
-        f"{human(num_bytes, 'B')} on disk.\n"
+        f"{record['train_seconds']:,.0f} s of training on layout {state.layout}; {counts.num_params:,} parameters, "
+        f"{human(num_bytes, 'B')} on disk.\n{lesson_text}"
         "`recipe.toml` is the recipe with its seed, `curve.jsonl` the loss, expert balance and held-out answers on the "
         "way.\n\n"
         "It answers questions about small drawn scenes (shapes, colours, counts, places, digits, words, bar charts)\n"

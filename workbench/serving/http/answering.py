@@ -90,6 +90,7 @@ class Answering:
             tokenizer=self._service.tokenizer,
             prompt_tokens=sum(len(each.token_ids) for each in requests),
             image_tokens=sum(each.num_image_tokens for each in requests),
+            choices_per_prompt=self._fields.num_choices,
             with_logprobs=self._with_logprobs,
             with_usage=self._fields.include_usage,
         )

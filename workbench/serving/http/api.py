@@ -91,14 +91,16 @@ class Api:
         with self._place(request):
             fields = await self._fields(request, ChatFields)
             pool = self._pictures if has_images(fields) else self._texts
-            work = partial(prepare_chat, fields, self.service, self.settings)
+            work = partial(prepare_chat, fields, self.service, self.settings, tenant=request.state.log["key"] or "")
             answering = self._answering(request, fields, ChatForm, with_logprobs=bool(fields.logprobs))
             await answering.run(request, send, partial(_in_thread, pool, work))
 
     async def _completion(self, request: Request, send: Send) -> None:
         with self._place(request):
             fields = await self._fields(request, CompletionFields)
-            work = partial(prepare_completion, fields, self.service, self.settings)
+            work = partial(
+                prepare_completion, fields, self.service, self.settings, tenant=request.state.log["key"] or ""
+            )
             answering = self._answering(request, fields, CompletionForm, with_logprobs=fields.logprobs is not None)
             await answering.run(request, send, partial(_in_thread, self._texts, work))
 

@@ -29,6 +29,11 @@ class Choice:
     num_tokens: int = 0
     token_times: list[float] = field(default_factory=list)
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that did not have to be read."""
+        return self.generation.num_cached if self.generation is not None else 0
+
 
 class LiveAnswers:
     """All choices of one request. Iterate `events` once; `close` aborts what is still under way, and may be repeated.

@@ -75,6 +75,15 @@ class _EngineState(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"workbench_{name}", text, value=value)
+        counters = {
+            "prefix_cached_tokens": (
+                "Prompt tokens that kept beginnings saved from being read",
+                stats.num_cached_tokens,
+            ),
+            "engine_preempted": ("Requests that gave their slot to one of higher priority", stats.num_preempted),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"workbench_{name}", text, value=value)
         yield CounterMetricFamily("workbench_engine_steps", "Steps of the model", value=stats.num_steps)
         yield CounterMetricFamily(
             "workbench_engine_aborted", "Requests given up by their callers", value=stats.num_aborted

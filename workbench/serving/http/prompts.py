@@ -51,8 +51,10 @@ def has_images(fields: ChatFields) -> bool:
     )
 
 
-def prepare_chat(fields: ChatFields, service: MultimodalInferenceService, settings: ServerSettings) -> list[Ask]:
-    """The choices that a chat asks for. Raises ApiError, RequestError and ImageError for what cannot be asked."""
+def prepare_chat(
+    fields: ChatFields, service: MultimodalInferenceService, settings: ServerSettings, *, tenant: str = ""
+) -> list[Ask]:
+    """The choices that a chat of `tenant` asks for. Raises ApiError, RequestError and ImageError where it cannot be."""
     check_choices(fields, settings)
     thinking = fields.wants_thinking(settings.thinking)
     images: list[bytes] = []
@@ -77,7 +79,9 @@ def prepare_chat(fields: ChatFields, service: MultimodalInferenceService, settin
     return [
         _checked(
             Ask(
-                request=placed_request(prompt, pictures, each, constraint.anew() if constraint is not None else None),
+                request=placed_request(
+                    prompt, pictures, each, constraint.anew() if constraint is not None else None, tenant=tenant
+                ),
                 new_pieces=new_pieces,
             ),
             service,
@@ -87,7 +91,7 @@ def prepare_chat(fields: ChatFields, service: MultimodalInferenceService, settin
 
 
 def prepare_completion(
-    fields: CompletionFields, service: MultimodalInferenceService, settings: ServerSettings
+    fields: CompletionFields, service: MultimodalInferenceService, settings: ServerSettings, *, tenant: str = ""
 ) -> list[Ask]:
     """The choices that a completion asks for, prompt by prompt. Raises as `prepare_chat`."""
     tokenizer, room = service.tokenizer, service.model.info.max_tokens
@@ -108,7 +112,9 @@ def prepare_completion(
             stop_ids=tokenizer.stop_ids,
         )
         for each in sampling:
-            asks.append(_checked(Ask(request=placed_request(prompt, [], each), new_pieces=new_pieces), service))
+            asks.append(
+                _checked(Ask(request=placed_request(prompt, [], each, tenant=tenant), new_pieces=new_pieces), service)
+            )
     return asks
 
 

@@ -57,6 +57,7 @@ class _Form:
     tokenizer: Tokenizer
     prompt_tokens: int
     image_tokens: int
+    choices_per_prompt: int = 1
     with_logprobs: bool = False
     with_usage: bool = False
 
@@ -73,7 +74,10 @@ class _Form:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.prompt_tokens + completion,
-            "prompt_tokens_details": {"image_tokens": self.image_tokens},
+            "prompt_tokens_details": {
+                "image_tokens": self.image_tokens,
+                "cached_tokens": sum(choice.num_cached for choice in choices) // self.choices_per_prompt,
+            },
         }
 
     def _spelled(self, token_id: int) -> str:

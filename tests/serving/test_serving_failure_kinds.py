@@ -65,7 +65,7 @@ def steps_of_the_short_one(engine: Engine) -> tuple[int, int]:
 
 
 def test_s01_a_short_request_is_read_within_its_share_and_generation_never_pauses(monkeypatch):
-    assert steps_of_the_short_one(Engine(EchoRunner(num_slots=4, max_tokens=5000), step_tokens=128)) == (3, 1)
+    assert steps_of_the_short_one(Engine(EchoRunner(num_slots=4, max_tokens=5000), step_tokens=128)) == (2, 1)
 
     def first_takes_all(wanted, budget):
         shares = []
