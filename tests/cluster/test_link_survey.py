@@ -15,7 +15,7 @@ Fault = Callable[[Mapping[str, Any]], str]
 
 
 class FakePool:
-    """Two ranks that take a microsecond per byte; `fault` says "break" or "error" of a step, or "" where it is sound."""
+    """Two ranks that take a microsecond per byte; `fault` says "break" or "error" of a step, "" where it is sound."""
 
     def __init__(self, fault: Fault, join_failure: str = "") -> None:
         self.fault, self.join_failure, self.is_closed = fault, join_failure, False

@@ -231,11 +231,11 @@ def test_an_answer_that_takes_too_long_is_ended_and_its_slot_freed():
 
 def test_stopping_lets_answers_finish_and_refuses_new_ones():
     runner = slow_runner()
-    with served(runner, drain_timeout_s=30) as server:
+    with served(runner, drain_timeout_s=100) as server:
         waiting = server.connect()
         waiting.connect()  # accepted before the end begins
         answers: list[object] = []
-        client = threading.Thread(target=lambda: answers.append(server.post(ask(max_tokens=300, stream=True))))
+        client = threading.Thread(target=lambda: answers.append(server.post(ask(max_tokens=150, stream=True))))
         client.start()
         until(lambda: server.service.stats().num_running == 1)
         server.server.api.gate.drain()
@@ -243,8 +243,8 @@ def test_stopping_lets_answers_finish_and_refuses_new_ones():
         got = server.post(ask())
         assert (got.status, got.error["code"], got.headers["connection"]) == (503, "draining", "close")
         assert int(got.headers["retry-after"]) > 0
-        client.join(60)
-        assert answers[0].text == "a" * 300
+        client.join(100)
+        assert answers[0].text == "a" * 150
         waiting.close()
 
 

@@ -6,6 +6,8 @@ Where a kind is covered in depth elsewhere the test here plants the fault and sh
 from __future__ import annotations
 
 import ast
+import base64
+import io
 import json
 import threading
 import time
@@ -86,8 +88,11 @@ def test_s02_image_work_off_the_event_loop_delays_no_health_check():
     pytest.importorskip("uvicorn")
     from http_served import ask as question
     from http_served import said, served
-    from test_http_hostile import TAKEN, uri, with_picture
 
+    file = io.BytesIO()
+    Image.new("L", (40, 30)).save(file, "PNG")
+    uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    picture = question([{"type": "image_url", "image_url": {"url": uri}}])
     processor = ImageProcessor(ImageSpec())
 
     class Slow:
@@ -97,7 +102,7 @@ def test_s02_image_work_off_the_event_loop_delays_no_health_check():
 
     with served(ScriptRunner(said("ok")), processor=Slow()) as server:
         got: list[int] = []
-        slow = threading.Thread(target=lambda: got.append(server.post(with_picture(uri(TAKEN["grey"]))).status))
+        slow = threading.Thread(target=lambda: got.append(server.post(picture).status))
         slow.start()
         waits = []
         while slow.is_alive():

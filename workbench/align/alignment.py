@@ -116,12 +116,12 @@ def align_model(
             total = _total(expected[n], found[n], whole[n], served.tolerance, prompt)
             sides.append(Sides(label=prompt.label, added=ours, total=total, ours=ours, theirs=None))
     else:
-        made = list(reference.traces)
-        follow = [_followed(trace, trace) for trace in made]
+        made = [_comparable(theirs, ours) for theirs, ours in zip(reference.traces, replayed, strict=True)]
+        follow = [_followed(trace, trace) for trace in reference.traces]
         other = _references(root, inputs, follow, reference.judged_as, None)
         for n, prompt in enumerate(prompts):
             sides.append(
-                _two_sides(served, reference, prompt, made[n], found[n], replayed[n], whole[n], exact[n], other[n])
+                _two_sides(served, reference, n, prompt, made[n], found[n], replayed[n], whole[n], exact[n], other[n])
             )
     rows = [
         row
@@ -167,8 +167,9 @@ def _references(
 def _two_sides(
     served: Served,
     reference: ForeignTrace,
+    number: int,
     prompt: ParityPrompt,
-    theirs: Trace,
+    comparable: Trace,
     found: Trace,
     replayed: Trace,
     whole: ExactAndNoise,
@@ -176,12 +177,14 @@ def _two_sides(
     other: ExactAndNoise,
 ) -> Sides:
     """One prompt against a trace: the two against each other, and each against the float64 model on its inputs."""
-    tolerance, label = served.tolerance, prompt.label
-    wanted = {**theirs, **_excuses(exact.trace, other.trace, theirs)}
+    tolerance, label, theirs = served.tolerance, prompt.label, reference.traces[number]
+    wanted = {**comparable, **_excuses(exact.trace, other.trace, theirs)}
     return Sides(
         label=label,
         added=_steps(wanted, replayed, exact, tolerance.scaled(_TWO_SIDES), label),
-        total=_total(_choosing_freely(theirs), found, whole, tolerance.scaled(_TWO_SIDES), prompt),
+        total=_total(theirs, found, whole, tolerance.scaled(_TWO_SIDES), prompt)
+        if _same_choices(theirs, found)
+        else _total(whole.trace, found, whole, tolerance, prompt),
         ours=_steps(exact.trace, replayed, exact, tolerance, label),
         theirs=_steps(other.trace, theirs, other, noise_of(reference.judged_as), label),
     )
@@ -225,14 +228,28 @@ def _total(
     return compare_traces(expected, found, limits, required=_is_captured, label=prompt.label)
 
 
-def _choosing_freely(trace: Trace) -> Trace:
-    """A trace whose choices of experts are not judged end to end: early noise may tip any of them."""
-    margins = {
-        name.replace("topk_idx", "route_margin"): torch.zeros(len(x), dtype=torch.float64)
-        for name, x in trace.items()
-        if short_name(name) == "topk_idx"
-    }
-    return {**margins, **trace}
+def _comparable(theirs: Trace, replayed: Trace) -> Trace:
+    """A trace in which tokens that went to other experts than the replayed ones are left out: whether both choices may
+    be right is judged by their scores, and what follows from another choice is not to be compared."""
+    result = dict(theirs)
+    for name, ids in theirs.items():
+        other = replayed.get(name)
+        if short_name(name) != "topk_idx" or other is None or other.shape != ids.shape:
+            continue
+        differ = (ids.long().cpu().sort(-1).values != other.long().cpu().sort(-1).values).any(-1)
+        for follows in ("topk_w", "moe_combined"):
+            key = name.replace("topk_idx", follows)
+            if bool(differ.any()) and key in theirs and key in replayed and theirs[key].shape == replayed[key].shape:
+                result[key] = theirs[key].clone()
+                result[key][differ] = replayed[key][differ].to(theirs[key])
+    return result
+
+
+def _same_choices(theirs: Trace, found: Trace) -> bool:
+    """Whether every token went to the same experts. One that early noise tipped over makes the rest of two traces
+    incomparable; the served one is then held against the float64 model that follows its choices."""
+    names = [name for name in theirs.keys() & found.keys() if short_name(name) == "topk_idx"]
+    return all(torch.equal(theirs[name].long().cpu().sort(-1).values, found[name].long().cpu()) for name in names)
 
 
 def _is_captured(name: str) -> bool:

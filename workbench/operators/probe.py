@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ def probe_operators(
 
 
 def _to_try(uses: Sequence[OperatorUse]) -> list[OperatorUse]:
-    """Every use that works, and one of each kind of view: a view's shapes are arithmetic, not kernels."""
+    """Every use that works, and the smallest of each kind of view: a view's shapes are arithmetic, not kernels."""
     views: dict[tuple[object, ...], OperatorUse] = {}
     found: list[OperatorUse] = []
     for use in uses:
@@ -66,8 +67,13 @@ def _to_try(uses: Sequence[OperatorUse]) -> list[OperatorUse]:
             continue
         key = (use.name, use.input_dtypes)
         known = views.get(key)
-        views[key] = use if known is None else replace(known, count=known.count + use.count)
+        if known is None or _num_elements(use) < _num_elements(known):
+            views[key] = use
     return [*found, *views.values()]
+
+
+def _num_elements(use: OperatorUse) -> int:
+    return sum(math.prod(shape) for shape in use.input_shapes)
 
 
 def _result(use: OperatorUse, answer: ProbeResult, limits: Roofline) -> OperatorResult:

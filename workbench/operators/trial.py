@@ -3,9 +3,9 @@
 Runs inside the probe's child process. Inputs are made from the use's shapes, dtypes and arguments; the operator is
 looked up when it is tried, not when this module is imported, so a plug-in may register its own in between.
 
-Whether it runs *there*: a backend whose fallback serves operators it has no kernel for is known from the dispatch table.
-A kernel that fetches its inputs and computes on the host needs host memory for them, which the profiler sees. What
-cannot be seen is a kernel that computes on the host in memory of its own, behind torch's back; its rate gives it away.
+Whether it runs *there*: the dispatch table tells which operators go to a backend's catch-all fallback. A kernel that
+fetches its inputs and computes on the host needs host memory for them, which the profiler sees. What cannot be seen is
+a kernel that computes on the host in memory of its own, behind torch's back; its rate gives it away.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Trial:
             func = _find(self.name)
         except (AttributeError, RuntimeError) as error:
             return {"status": "missing", "detail": f"no operator {self.name}: {error}"}
-        size = self.use["bytes_read"] + self.use["bytes_written"]
+        size = self.num_bytes()
         if size > MAX_BYTES:
-            return {"status": "not tried", "detail": f"{size:,} bytes in one call, limit {MAX_BYTES:,}"}
+            return {"status": "not tried", "detail": f"{size:,} bytes of tensors in one call, limit {MAX_BYTES:,}"}
         with torch.inference_mode(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             host = self.inputs()
@@ -72,6 +72,12 @@ class Trial:
             if result["status"] not in ("failed", "missing"):
                 result["seconds"] = self.time(func, host)
         return result
+
+    def num_bytes(self) -> int:
+        """What one call's tensors take; a gather's source counts whole, though little of it is read."""
+        pairs = zip(self.use["input_dtypes"], self.use["input_shapes"], strict=True)
+        given = sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in pairs)
+        return int(max(given + self.use["bytes_written"], self.use["bytes_read"] + self.use["bytes_written"]))
 
     def inputs(self) -> list[Tensor]:
         """Tensors on the host, with the strides that the call had."""

@@ -138,9 +138,12 @@ class RuleBook:
         # Targets are always read as compressed-tensors does: only that method, and families themselves, write any.
         return [(_Matcher(group.targets, "compressed-tensors"), group) for group in groups]
 
-    def decide(self, module: str) -> Decision:
-        """Which group stores the matrix of `module`, or which rule keeps it plain."""
-        matches = self.ignore.all(module)
+    def decide(self, module: str, matches: list[tuple[int, int]] | None = None) -> Decision:
+        """Which group stores the matrix of `module`, or which rule keeps it plain.
+
+        `matches`: what `ignore.all(module)` found, where the caller has it already.
+        """
+        matches = self.ignore.all(module) if matches is None else matches
         if matches:
             rule_idx, stop = min(matches)
             return Decision(group=None, rule_idx=rule_idx, stop=stop)

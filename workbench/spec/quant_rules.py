@@ -28,7 +28,6 @@ _PIECES = [piece for scheme in SCHEMES.values() for piece in scheme.pieces(256, 
 _VALUES = tuple(dict.fromkeys(piece.suffix for piece in _PIECES if piece.holds_weights))
 _SCALES = tuple(dict.fromkeys(piece.suffix for piece in _PIECES if not piece.holds_weights))
 _CODES = tuple(suffix for suffix in _VALUES if suffix != ".weight")
-_SUFFIXES = (*_VALUES, *_SCALES)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # Roles whose 2-d weights are not Linear modules: lookups and the learned position grid are tables.
 _TABLES = ("embedding",)
@@ -102,9 +101,10 @@ def resolve_quant_rules(
         module = _module_of(tensor)
         if held is not None and not _is_held(module, held):
             continue  # not in the files at all: another check names it as missing
-        decision = book.decide(module)
+        matches = book.ignore.all(module)
+        decision = book.decide(module, matches)
         packed = tensor.is_quantised if held is None else _is_packed(module, held)
-        used.update(idx for idx, _ in book.ignore.all(module))
+        used.update(idx for idx, _ in matches)
         cuts = decision.stop < len(module) and module[decision.stop] != "."
         scheme = None if decision.group is None else decision.group.scheme
         key = (module_kind(module), decision.rule_idx, packed, cuts, scheme)
@@ -135,9 +135,8 @@ def _stands_for_a_matrix(tensor: TensorSpec) -> bool:
 
 def _module_of(tensor: TensorSpec) -> str:
     """Name of the module, as rules speak of it: the tensor's name without the suffix of its piece."""
-    for suffix in _SUFFIXES:
-        if tensor.name.endswith(suffix):
-            return tensor.name.removesuffix(suffix)
+    if tensor.name.endswith((f".{tensor.part}", f"_{tensor.part}")):
+        return tensor.name[: -len(tensor.part) - 1]
     return tensor.name
 
 
