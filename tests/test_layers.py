@@ -37,7 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)  # the command line may import anything
 TOP_MODULES = {"__init__"}
-NO_TORCH = ("base", "spec", "checkpoint", "placement", "view", "report", "planner")  # a laptop is enough to read and count
+NO_TORCH = (
+    "base",
+    "spec",
+    "checkpoint",
+    "placement",
+    "view",
+    "report",
+    "planner",
+)  # a laptop is enough to read and count
 
 
 def imported_names(tree: ast.Module, package: str) -> Iterator[str]:

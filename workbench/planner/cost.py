@@ -229,13 +229,10 @@ def stage_cost(
     by_category: dict[str, list[float]] = {}
     bases: dict[str, tuple[Basis, str]] = {}
     known = 0.0
-    bandwidth = device.memory_bandwidth
-    if bandwidth is None:
-        raise CostError(f"memory bandwidth of {device.name} is not known", next_step="Measure it, or name a datasheet")
     for use in inventory.operators:
         if use.is_view:
             continue
-        lower, estimate, basis, source = _operator(use, device, bandwidth, efficiency, measured)
+        lower, estimate, basis, source = _operator(use, device, efficiency, measured)
         totals = by_category.setdefault(use.category, [0.0, 0.0, 0.0])
         totals[0] += lower * use.count
         totals[1] += estimate * use.count
@@ -266,16 +263,19 @@ def step_cost(phase: str, stages: Sequence[StageCost], *, groups: int = 1) -> St
 def _operator(
     use: OperatorUse,
     device: TopologyDevice,
-    bandwidth: Quantity,
     efficiency: Efficiency,
     measured: OperatorSeconds | None,
 ) -> tuple[float, float, Basis, str]:
     """Lower bound and estimate of one call [s], with the basis of the estimate."""
-    rate = _rate(use, device)
-    compute = use.flops / rate if use.flops else 0.0
+    seconds = measured.seconds(use) if measured is not None else None
+    bandwidth = device.memory_bandwidth
+    if bandwidth is None:
+        if seconds is not None:  # what was measured needs no figure, and has no bound without one
+            return 0.0, seconds.value, seconds.basis, seconds.source
+        raise CostError(f"memory bandwidth of {device.name} is not known", next_step="Measure it, or name a datasheet")
+    compute = use.flops / _rate(use, device) if use.flops else 0.0
     must_read = max(use.weight_bytes, use.bytes_read if use.category in _READS_CACHE else 0)
     lower = max(compute, must_read / bandwidth.value)
-    seconds = measured.seconds(use) if measured is not None else None
     if seconds is not None:
         return min(lower, seconds.value), seconds.value, seconds.basis, seconds.source
     return lower, *efficiency.seconds(use, compute, use.num_bytes / bandwidth.value)
@@ -287,8 +287,6 @@ def _rate(use: OperatorUse, device: TopologyDevice) -> float:
     A format without a figure is taken to run as fast as another one for which there is one, in proportion to their
     bits: the same units move half as many values of twice the width.
     """
-    if not use.flops:
-        return 1.0
     floats = {SHORT.get(dtype, "bf16") for dtype in use.input_dtypes if "float" in dtype} or {"bf16"}
     return min(_format_rate(device, name) for name in floats)
 
