@@ -1,6 +1,6 @@
 """Chat with a loaded model in the browser: text and pictures in, streamed text out.
 
-    python -m apps.chat --model data/k3-tiny --ranks 2
+    python -m apps.chat --model data/k3-nano --ranks 2
 
 Layout, events and the start are here; what a question does is in `apps.conversation`. The page talks to this machine
 alone, and it shows what the model wrote letter by letter, never as markup.
@@ -213,7 +213,7 @@ def running_service(
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Chat with a checkpoint on several ranks of this machine.")
-    parser.add_argument("--model", type=Path, default=Path("data/k3-tiny"), help="checkpoint folder")
+    parser.add_argument("--model", type=Path, default=Path("data/k3-nano"), help="checkpoint folder")
     parser.add_argument("--ranks", type=int, default=2, help="number of processes; a layout is chosen")
     parser.add_argument("--layout", help="layout such as tp2 or pp2xtp4 (instead of --ranks)")
     parser.add_argument("--precision", default="mxfp4", help="fp32, bf16, fp8, int8, int4 or mxfp4")

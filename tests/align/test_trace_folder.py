@@ -51,7 +51,7 @@ def captured(root: Path, folder: Path, change: str = "") -> Path:
     text = (HERE.parents[1] / "docs" / "capture.md").read_text()
     (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert "workbench" not in snippet.replace('"workbench-trace"', "")
-    assert len(snippet.strip().splitlines()) <= 36
+    assert sum(bool(line.strip()) for line in snippet.splitlines()) <= 36
     script = SCRIPT.format(
         here=str(HERE), snippet=snippet, root=str(root), prompts=PROMPTS, folder=str(folder), change=change
     )

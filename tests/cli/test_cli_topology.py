@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Call
 
 from workbench.cluster import Topology, read_hardware, read_topology
+
+Call = Callable[..., Any]
 
 
 def test_hardware_by_datasheet_is_shown_and_saved(call: Call, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def _routed(recorder: Recorder, traffic: ExpertTraffic, layer_idx: int, inner: A
     """The router's operators, and the given choice instead of its own, which has no contents."""
     ids, weights = inner(x)
     del ids  # the given one takes its place in memory
+    recorder.moe_layer = layer_idx
     with _disable_current_modes():
         known = traffic.ids(layer_idx).clone()
     recorder.track(known)

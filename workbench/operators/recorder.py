@@ -92,6 +92,7 @@ class Recorder(TorchDispatchMode):
         self.memo = memo
         self.label = "stage"
         self.area = ""
+        self.moe_layer = -1  # whose tokens are on their way
         self.labelled: dict[str, Counter[Event]] = {}
         self.live = 0
         self.peak = 0

@@ -136,9 +136,13 @@ def _trace(key: _Key, routing: Routing | None) -> Inventory:
     spec, layout, workload = key.spec, key.layout, key.workload
     traffic = _traffic(key, routing)
     moe_layers = [layer.layer_idx for layer in spec.layers if layer.is_moe]
-    counted = traffic(moe_layers[0]).received_counts if moe_layers else None
-    current: list[int] = moe_layers[:1]
-    ctx = silent_context(layout, key.rank, exchange_counts=counted and (lambda _: counted(current[0])))
+    recorder: Recorder | None = None
+
+    def arriving(_: Tensor) -> Tensor:
+        assert recorder is not None
+        return traffic(recorder.moe_layer).received_counts(recorder.moe_layer)
+
+    ctx = silent_context(layout, key.rank, exchange_counts=arriving)
     model = _stage(key, ctx, shared=routing is None)
     memo = _memo(spec, workload, layout.tp, key.precision, key.dtype) if routing is None else None
     recorder = Recorder(model, memo)
