@@ -92,7 +92,10 @@ def shaped_pair(*, bits_per_s: float, delay_s: float) -> Iterator[tuple[Host, Ho
     with contextlib.ExitStack() as stack:
         names = [stack.enter_context(_namespace(str(side))) for side in range(2)]
         relay = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), *names, repr(delay_s)], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(Path(__file__).resolve()), *names, repr(delay_s)],
+            stdin=subprocess.PIPE,  # its end, also by a kill of this process, is the end of the relay
+            stdout=subprocess.PIPE,
+            text=True,
         )
         stack.callback(_end, relay)
         assert relay.stdout is not None
@@ -127,10 +130,14 @@ def _namespace(label: str) -> Iterator[str]:
 
 
 def _remove_leftovers() -> None:
-    """Namespaces of test runs that are no more."""
+    """Namespaces of test runs that are no more, and the processes in them."""
     for path in RUN_DIR.glob("shaped-*") if RUN_DIR.is_dir() else ():
         match = re.fullmatch(r"shaped-(\d+)-\d+-\w+", path.name)
         if match is not None and not Path(f"/proc/{match[1]}").exists():
+            held = subprocess.run(["ip", "netns", "pids", path.name], capture_output=True, text=True).stdout
+            for pid in map(int, held.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
 
 
@@ -152,7 +159,7 @@ def _end(process: subprocess.Popen[str], *, group: bool = False) -> None:
         else:
             process.kill()
     process.wait()
-    for stream in (process.stdout, process.stderr):
+    for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             stream.close()
 
@@ -169,7 +176,10 @@ def _relay(names: Sequence[str], delay_s: float) -> None:
     waiting: tuple[deque[tuple[float, bytes]], ...] = (deque(), deque())  # to be written to that end
     while True:
         due = [queue[0][0] for queue in waiting if queue]
-        readable, _, _ = select.select(ends, [], [], max(0.0, min(due) - time.monotonic()) if due else None)
+        wait_s = max(0.0, min(due) - time.monotonic()) if due else None
+        readable, _, _ = select.select([*ends, sys.stdin], [], [], wait_s)
+        if sys.stdin in readable:
+            return  # whoever made the link has gone
         for fd in readable:
             queue = waiting[1 - ends.index(fd)]
             with contextlib.suppress(BlockingIOError):

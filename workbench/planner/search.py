@@ -21,13 +21,21 @@ from workbench.planner.candidates import (
     RefusalKind,
     all_layouts,
     balanced,
+    fullest_stage,
     ledgers_of,
     memory_reason,
 )
 from workbench.planner.cost import Efficiency, OperatorSeconds, StageCost, StepCost, stage_cost, step_cost
 from workbench.planner.engines import WORKBENCH, Engine
 from workbench.planner.inventories import InventoryBook, TraceInventory
-from workbench.planner.memory import CacheNeed, Reserve, activation_itemsize, request_floor, vision_placement
+from workbench.planner.memory import (
+    CacheNeed,
+    MemoryLedger,
+    Reserve,
+    activation_itemsize,
+    request_floor,
+    vision_placement,
+)
 from workbench.planner.objective import Objective
 from workbench.planner.report import PlanReport
 from workbench.planner.weights import WeightTable, read_weight_table
@@ -107,6 +115,7 @@ class _Search:
     trace_limit: int
     snapshots: int
     refused: list[Refusal] = field(default_factory=list)
+    tables: dict[str, WeightTable] = field(default_factory=dict)
 
     def run(self, layouts: Sequence[Layout], precisions: Sequence[str], kv_dtypes: Sequence[str]) -> PlanReport:
         began = time.perf_counter()
@@ -114,7 +123,7 @@ class _Search:
         fitting: list[Candidate] = []
         divisibility = Divisibility(self.spec)
         for precision in precisions:
-            table = read_weight_table(self.spec, precision, engine=self.engine)
+            table = self.tables[precision] = read_weight_table(self.spec, precision, engine=self.engine)
             for layout in layouts:
                 reason = self._shape_reason(layout, divisibility)
                 for kv_dtype in kv_dtypes:
@@ -173,9 +182,9 @@ class _Search:
         try:
             if layout.stages is None:
                 layout = balanced(table, layout, need)
-            ledgers = ledgers_of(
-                table, layout, need, self.reserve, capacity=capacity, image_tokens=self._image_tokens()
-            )
+            # The first stage carries pictures as well; the fullest of the others speaks for them.
+            stages = sorted({0, fullest_stage(table, layout, need)})
+            ledgers = self._ledgers(table, layout, need, capacity, stages)
         except LayoutError as error:
             self._refuse_layout(layout, table.precision, kv_dtype, "divisibility", error.message)
             return None
@@ -212,6 +221,17 @@ class _Search:
             visited=experts_visited(self.spec, layout, -(-slots // groups)),
             num_devices=layout.world_size,
         )
+
+    def _ledgers(
+        self,
+        table: WeightTable,
+        layout: Layout,
+        need: CacheNeed,
+        capacity: Quantity | None,
+        stages: Sequence[int] | None = None,
+    ) -> tuple[MemoryLedger, ...]:
+        tokens = self._image_tokens()
+        return ledgers_of(table, layout, need, self.reserve, capacity=capacity, image_tokens=tokens, stages=stages)
 
     def _hint(self, table: WeightTable, layout: Layout, need: CacheNeed) -> str:
         """Says so where the vision tower alone is what does not fit."""
@@ -309,7 +329,8 @@ class _Search:
                 x, "latency", f"{self._prompt_text()} after {human(least, 's')} at least, limit {human(limit, 's')}"
             )
             return None
-        ledgers = tuple(ledger.with_working(_peak((trace,))) for ledger, trace in zip(x.ledgers, traced, strict=True))
+        whole = self._ledgers(self.tables[x.precision], layout, x.need, x.ledgers[0].capacity)
+        ledgers = tuple(ledger.with_working(_peak((trace,))) for ledger, trace in zip(whole, traced, strict=True))
         if reason := memory_reason(ledgers):
             self._refuse(x, "memory", f"{reason}, activations counted")
             return None

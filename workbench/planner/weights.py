@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -57,24 +57,37 @@ class WeightTable:
     ) -> None:
         self.spec, self.precision, self.engine = spec, precision, engine
         self._kinds = [_kind(layer) for layer in spec.layers]
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds))}
+        self._kind_ids = [numbers[kind] for kind in self._kinds]  # hashing a kind takes far longer than a number
         self._params = layers
+        self._layers = [layers[kind] for kind in numbers]
         self._edges = edges
         self._known: dict[tuple[object, int, int, int], Counter[str]] = {}
+        self._stages: dict[tuple[object, ...], Counter[str]] = {}
 
     def layer(self, layer_idx: int, layout: Layout) -> Counter[str]:
         """Bytes by role of one layer on one rank. Raises LayoutError where a quantised matrix is cut inside a group."""
-        return self._of(self._kinds[layer_idx], self._params[self._kinds[layer_idx]], layout)
+        return self._of(self._kind_ids[layer_idx], layout)
 
     def edge(self, which: str, layout: Layout) -> Counter[str]:
         """Bytes by role outside the layers: "first" (embedding, vision, projector) or "last" (head, final norms)."""
-        return self._of(which, self._edges[which], layout)
+        return self._of(which, layout)
 
     def stage(self, layout: Layout, stage: int) -> Counter[str]:
         """Bytes by role that each rank of a stage holds."""
+        layers, dp = (
+            layout.stage_layers(self.spec.num_layers)[stage],
+            layout.dp if self.engine.slices_experts_over_dp else 0,
+        )
+        key = (layout.tp, layout.ep, dp, layers, stage == 0, stage == layout.pp - 1)
+        if key not in self._stages:
+            self._stages[key] = self._stage(layout, stage, layers)
+        return self._stages[key]
+
+    def _stage(self, layout: Layout, stage: int, layers: range) -> Counter[str]:
         total: Counter[str] = Counter()
-        kinds = Counter(self._kinds[i] for i in layout.stage_layers(self.spec.num_layers)[stage])
-        for kind, number in kinds.items():
-            for role, size in self._of(kind, self._params[kind], layout).items():
+        for kind, number in Counter(self._kind_ids[i] for i in layers).items():
+            for role, size in self._of(kind, layout).items():
                 total[role] += number * size
         if stage == 0:
             total.update(self.edge("first", layout))
@@ -90,11 +103,12 @@ class WeightTable:
         """The same model as another engine places it."""
         return WeightTable(self.spec, self.precision, self._params, self._edges, engine)
 
-    def _of(self, kind: object, params: Iterable[StoredParam], layout: Layout) -> Counter[str]:
+    def _of(self, kind: int | str, layout: Layout) -> Counter[str]:
+        """Bytes by role of one layer of a kind, or of an edge."""
         key = (kind, layout.tp, layout.ep, layout.dp if self.engine.slices_experts_over_dp else 0)
         if key not in self._known:
             roles: Counter[str] = Counter()
-            for param in params:
+            for param in self._edges[kind] if isinstance(kind, str) else self._layers[kind]:
                 shape = self.engine.local_shape(param, self._local(param, layout), layout)
                 if shape[-1] % param.column_unit:
                     raise LayoutError(
