@@ -8,12 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 
 _PUBLIC = {
-    "Evaluation": "workbench.training.evaluate",
-    "ExportLoss": "workbench.training.evaluate",
     "TrainConfig": "workbench.training.config",
     "TrainReport": "workbench.training.launch",
-    "compare_export": "workbench.training.evaluate",
-    "evaluate_checkpoint": "workbench.training.evaluate",
     "export_run": "workbench.training.export",
     "read_config": "workbench.training.config",
     "read_metrics": "workbench.training.metrics",
