@@ -98,7 +98,7 @@ def test_a_question_that_cannot_be_asked_is_a_usage_error(call: Call, arguments:
     ("arguments", "kind", "message"),
     [
         (["inspect", "no/such"], "ConfigError", "no/such: file is missing. A checkpoint folder holds config.json"),
-        (["inspect", "data"], "ConfigError", "Folders in it that have one: k3-tiny"),
+        (["inspect", "data"], "ConfigError", "Folders in it that have one: k3-nano, k3-tiny"),
         (["inspect", "README.md"], "ConfigError", "not readable as JSON"),
         (["inspect", TINY / "model-00001-of-000012.safetensors"], "ConfigError", "Give the folder it lies in"),
         (["audit", "no/such"], "CheckpointError", "no/such: not a folder"),

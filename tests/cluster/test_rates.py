@@ -108,7 +108,7 @@ def test_survey_prints_and_saves_what_was_found() -> None:
     text = survey.render()
     assert survey.host in text
     assert "torch" in text
-    assert survey._repr_html_().count("<table>") == 2
+    assert survey._repr_html_().count("<table>") == len(survey.tables()) >= 3, "devices, where they sit, software"
 
 
 def test_direct_reads_go_past_the_page_cache_whatever_the_sizes(tmp_path: Path) -> None:

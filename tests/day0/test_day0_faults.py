@@ -112,7 +112,7 @@ def test_a_request_that_fails_counts_with_its_reason(accept: Accept, monkeypatch
     monkeypatch.setattr("workbench.day0.prompts.LONG_QUESTION_REPEATS", 1)
     acceptance = accept(TINY, max_tokens=128)
     assert acceptance.failed == {"answers.text"}
-    assert "text, long: RequestError: " in acceptance.evidence("answers.text")
+    assert "text, long: PromptTooLongError: " in acceptance.evidence("answers.text")
     assert len(acceptance.report.answers) == 4
 
 

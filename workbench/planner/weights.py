@@ -75,10 +75,8 @@ class WeightTable:
 
     def stage(self, layout: Layout, stage: int) -> Counter[str]:
         """Bytes by role that each rank of a stage holds."""
-        layers, dp = (
-            layout.stage_layers(self.spec.num_layers)[stage],
-            layout.dp if self.engine.slices_experts_over_dp else 0,
-        )
+        layers = layout.stage_layers(self.spec.num_layers)[stage]
+        dp = layout.dp if self.engine.slices_experts_over_dp else 0
         key = (layout.tp, layout.ep, dp, layers, stage == 0, stage == layout.pp - 1)
         if key not in self._stages:
             self._stages[key] = self._stage(layout, stage, layers)
