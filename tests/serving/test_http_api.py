@@ -213,6 +213,8 @@ def test_a_stop_string_never_leaks_not_even_through_log_probabilities(stream):
         ({"presence_penalty": 3}, 400, "presence_penalty"),
         ({"reasoning_effort": "medium"}, 400, "reasoning_effort"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "judge", "content": "x"}]}, 400, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),

@@ -90,6 +90,8 @@ class CommonFields(Fields):
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logit_bias": (None, {}),
     "functions": (None, []),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none"),
     "audio": (None,),
     "modalities": (None, ["text"]),
