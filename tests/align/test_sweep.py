@@ -45,6 +45,7 @@ def option(group: str, scheme: str, stored: int, kl: float) -> Sensitivity:
 def test_formats_above_the_hull_are_left_out() -> None:
     options = [option("a", "fp8", 50, 0.2), option("a", "int8", 50, 0.1), option("a", "int4", 27, 0.9)]
     assert [x.scheme for x in hull_of(options)] == ["int8", "int4"]
+    assert [x.scheme for x in hull_of(options[:2])] == ["int8"], "of one size only the cheaper"
     # A smaller format that costs less makes the larger one pointless; one that saves nothing is none.
     assert [x.scheme for x in hull_of([*options, option("a", "mxfp4", 26, 0.05)])] == ["mxfp4"]
     assert hull_of([option("a", "fp8", 100, 0.0)]) == []

@@ -25,6 +25,8 @@ def hull_of(options: Iterable[Sensitivity]) -> list[Sensitivity]:
     sorted_options = sorted((x for x in options if x.bytes_saved > 0), key=lambda x: (-x.bytes_stored, x.kl))
     hull: list[Sensitivity] = []
     for x in sorted_options:
+        if hull and x.bytes_stored == hull[-1].bytes_stored:
+            continue  # as small, and costs at least as much
         # A smaller format that costs no more makes the larger ones pointless.
         while hull and hull[-1].kl >= x.kl:
             hull.pop()
