@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from workbench.base import Table
 from workbench.checkpoint import Sizes, k3_config, write_checkpoint
+from workbench.cluster import Topology
 from workbench.placement import Layout, check_layout
-from workbench.planner import PlanCheck, check_deployment
+from workbench.planner import Efficiency, PlanCheck, calibrate_host, check_deployment
 from workbench.planner.inventories import InventoryBook
 from workbench.planner.objective import Objective
 from workbench.spec import count_model, read_spec
@@ -82,11 +84,15 @@ def main() -> None:
     topology = measure_topology(2, device="cpu")
     print(topology.render(), flush=True)
     checks = []
+    # Python between operators, from the smallest model on one rank; every prediction below uses it.
+    base = run(DATA / "k3-tiny", Layout(), topology, options)
+    efficiency = replace(Efficiency.for_device(topology.devices[0]), host=calibrate_host(base))
+    print(f"between two operators: {efficiency.host}\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         for name in options.models:
             path = model_folder(name, Path(folder))
             for text in options.layouts:
-                check = run(path, Layout.parse(text), topology, options)
+                check = run(path, Layout.parse(text), topology, options, efficiency)
                 print(check.render(), flush=True)
                 checks.append((name, check))
                 if options.out is not None:
@@ -106,7 +112,13 @@ def model_folder(name: str, folder: Path) -> Path:
     return path
 
 
-def run(path: Path, layout: Layout, topology: object, options: argparse.Namespace) -> PlanCheck:
+def run(
+    path: Path,
+    layout: Layout,
+    topology: Topology,
+    options: argparse.Namespace,
+    efficiency: Efficiency | None = None,
+) -> PlanCheck:
     from workbench.deployment import Deployment
     from workbench.operators import probe_operators
 
@@ -130,11 +142,12 @@ def run(path: Path, layout: Layout, topology: object, options: argparse.Namespac
     ) as deployment:
         return check_deployment(
             deployment,
-            topology,  # type: ignore[arg-type]
+            topology,
             precision=options.precision,
             chunk_tokens=chunk,
             context=context,
             measured=coverage,
+            efficiency=efficiency,
             repeats=options.repeats,
         )
 

@@ -7,7 +7,17 @@ from planner_samples import given, operator
 
 from workbench.base import ConfigError, Quantity
 from workbench.operators import Coverage, OperatorResult, OperatorUse, Roofline
-from workbench.planner import Efficiency, calibrate
+from workbench.placement import Layout
+from workbench.planner import (
+    CheckLine,
+    CostLine,
+    Efficiency,
+    PlanCheck,
+    StageCost,
+    calibrate,
+    calibrate_host,
+    step_cost,
+)
 
 ROOFLINE = Roofline(
     memory=Quantity(1e9, "B/s", "measured"), matmul=(("bfloat16", Quantity(1e12, "FLOP/s", "measured")),)
@@ -51,6 +61,33 @@ def test_one_size_is_no_fit_and_no_roofline_an_error() -> None:
     assert calibrate(coverage(one)).fits == {}
     with pytest.raises(ConfigError, match="roofline"):
         calibrate(coverage(one, roofline=Roofline()))
+
+
+def checked(measured_s: float, host_s: float, share: float = 1.0) -> PlanCheck:
+    """A decode step of 0.02 s of measured operators in 1,000 calls, on one stage."""
+    seconds = Quantity(0.02, "s", "measured" if share == 1 else "assumed")
+    lines = [CostLine(name="gemm", kind="operators", calls=400, lower=seconds, estimate=seconds)]
+    between = Quantity(host_s * 1000, "s", "assumed")
+    lines.append(CostLine(name="between operators", kind="operators", calls=1000, lower=between, estimate=between))
+    cost = step_cost("decode", [StageCost(stage=0, lines=tuple(lines), num_calls=1000, measured_share=share)])
+    predicted = cost.seconds + Quantity(0.001, "s", "measured")
+    line = CheckLine(what="decode: x", predicted=predicted, measured=Quantity(measured_s, "s", "measured"))
+    return PlanCheck(model="toy", layout=Layout(), precision="bf16", lines=(line,), costs=(cost,))
+
+
+@pytest.mark.parametrize("assumed", [0.0, 3e-6])
+def test_what_is_left_of_a_step_is_spread_over_its_calls_whatever_was_assumed_before(assumed: float) -> None:
+    found = calibrate_host(checked(0.021 + 1000 * 7e-6, assumed))
+    assert found.value == pytest.approx(7e-6)
+    assert found.basis == "measured"
+    assert calibrate_host(checked(0.005, assumed)).value == 0, "never negative"
+
+
+def test_a_step_of_assumed_operators_calibrates_nothing() -> None:
+    with pytest.raises(ConfigError, match="not measured"):
+        calibrate_host(checked(0.05, 0.0, share=0.5))
+    with pytest.raises(ConfigError, match="no prefill step"):
+        calibrate_host(checked(0.05, 0.0), "prefill")
 
 
 def test_fits_are_shown_with_their_range() -> None:

@@ -197,3 +197,14 @@ def test_measured_rates_of_a_device_are_trusted_further_than_a_data_sheet() -> N
     known = Quantity(1e11, "B/s", "measured", "copy")
     measured = dataclasses.replace(DEVICE, memory_bandwidth=known, matmul={"bf16": Quantity(1e11, "FLOP/s")})
     assert Efficiency.for_device(measured).compute_of("gemm") > Efficiency.for_device(DEVICE).compute_of("gemm")
+
+
+def test_time_between_operators_counts_every_call_views_too() -> None:
+    slow_host = dataclasses.replace(EFFICIENCY, host=given(5e-6, "s"))
+    uses = (operator("norm", count=30), operator("movement", count=10, is_view=True))
+    with_host = stage_cost(inventory(*uses), DEVICE, TOPOLOGY, efficiency=slow_host)
+    without = stage_cost(inventory(*uses), DEVICE, TOPOLOGY, efficiency=EFFICIENCY)
+    assert with_host.seconds().value - without.seconds().value == pytest.approx(40 * 5e-6)
+    assert with_host.lower().value == without.lower().value
+    on_host = dataclasses.replace(DEVICE, device_type="cpu")
+    assert Efficiency.for_device(on_host).host.value > Efficiency.for_device(DEVICE).host.value == 0

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from planner_samples import published
+
+from workbench.cluster import Topology, read_hardware
+from workbench.planner import Objective, plan
+
 SEARCH = """
 import json, resource, time
 from planner_samples import published
@@ -40,3 +45,15 @@ def test_a_search_over_512_devices_takes_under_ten_seconds_and_two_gigabytes() -
     assert found["devices"] >= 16
     assert found["seconds"] < 10, found
     assert found["peak"] < 2 << 30, found
+
+
+def test_traced_from_the_real_model_the_plan_leaves_and_rejoins_cross_node_tensor_parallelism() -> None:
+    """Two nodes of H200 by their datasheet, one sequence; then the network twenty times slower, and fast again."""
+    fast = Topology.of_hardware(read_hardware("h200"), 16)
+    slow = fast.with_inter_node(1 / 20)
+    chosen = []
+    for topology in (fast, slow, slow.with_inter_node(20)):
+        report = plan(published(), topology, Objective(context=8192, concurrency=1))
+        assert report.best is not None
+        chosen.append((report.best.layout.pp, report.best.layout.tp))
+    assert chosen == [(1, 16), (2, 8), (1, 16)]

@@ -3,7 +3,7 @@
 Nothing here needs torch until a model is looked at.
 """
 
-from workbench.planner.calibrate import CalibratedEfficiency, CategoryFit, calibrate
+from workbench.planner.calibrate import CalibratedEfficiency, CategoryFit, calibrate, calibrate_host
 from workbench.planner.candidates import Candidate, Refusal, all_layouts
 from workbench.planner.check import CheckLine, PlanCheck, check_deployment, check_memory, check_times
 from workbench.planner.cost import CostError, CostLine, Efficiency, StageCost, StepCost, stage_cost, step_cost
@@ -50,6 +50,7 @@ __all__ = [
     "WeightTable",
     "all_layouts",
     "calibrate",
+    "calibrate_host",
     "check_deployment",
     "check_memory",
     "check_times",

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from workbench.base import Basis, Cell, ConfigError, Table, human
-from workbench.planner.cost import Efficiency
+from workbench.base import Basis, Cell, ConfigError, Quantity, Table, human
+from workbench.planner.cost import HOST_LINE, Efficiency
 
 if TYPE_CHECKING:
     from workbench.operators import Coverage, OperatorUse
+    from workbench.planner.check import PlanCheck
 
-__all__ = ["CalibratedEfficiency", "CategoryFit", "calibrate"]
+__all__ = ["CalibratedEfficiency", "CategoryFit", "calibrate", "calibrate_host"]
 
 REACH = 2.0  # a fit is used up to twice beyond the smallest and the largest work it has seen
 
@@ -97,7 +98,27 @@ def calibrate(coverage: Coverage, otherwise: Efficiency | None = None) -> Calibr
         compute=base.compute,
         memory=base.memory,
         launch=base.launch,
+        host=base.host,
         basis=base.basis,
         source=base.source,
         fits=fits,
     )
+
+
+def calibrate_host(check: PlanCheck, phase: str = "decode") -> Quantity:
+    """Seconds between two operator calls, from a step whose operators were all measured: what is left, per call.
+
+    A small model on one rank tells most, since little else is in its step. Raises ConfigError for a check without that
+    phase, or one whose operators were mostly not measured.
+    """
+    cost = next((x for x in check.costs if x.phase == phase), None)
+    line = next((x for x in check.lines if x.what.startswith(f"{phase}:")), None)
+    if cost is None or line is None:
+        raise ConfigError(f"no {phase} step in this check")
+    if min(stage.measured_share for stage in cost.stages) < 0.9:
+        raise ConfigError("operators were not measured, so what is left says nothing")
+    calls = sum(stage.num_calls for stage in cost.stages)
+    counted = sum(x.estimate.value for x in cost.lines() if x.name == HOST_LINE)
+    left = line.measured.value - (line.predicted.value - counted)
+    source = f"what is left of a {phase} step of {check.model}, {check.layout}, over {calls:,} calls"
+    return Quantity(max(0.0, left) / calls, "s", "measured", source)

@@ -32,6 +32,9 @@ SHORT = {
     "float8_e5m2": "fp8",
 }
 BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8}
+NO_HOST = Quantity(0.0, "s", "assumed", "the host runs ahead of the device")
+CPU_HOST = Quantity(3e-6, "s", "assumed", "modules and arguments in Python between two operators")
+HOST_LINE = "between operators"
 LAUNCH = Quantity(4e-6, "s", "assumed", "start of one operator from the host")
 
 
@@ -49,12 +52,15 @@ class OperatorSeconds(Protocol):
 class Efficiency:
     """Share of the device's figures that operators reach, and what starting one costs.
 
-    `compute` and `memory` may name categories of operators; "" is for the rest. `launch`: seconds per call.
+    `compute` and `memory` may name categories of operators; "" is for the rest. `launch`: seconds per call, part of
+    what is measured where operators are measured. `host`: seconds that the program spends between two calls, views
+    included, while the device waits; 0 where the host runs ahead of its device.
     """
 
     compute: Mapping[str, float] = field(default_factory=lambda: {"": 0.6})
     memory: Mapping[str, float] = field(default_factory=lambda: {"": 0.7})
     launch: Quantity = LAUNCH
+    host: Quantity = NO_HOST
     basis: Basis = "assumed"
     source: str = "efficiencies usual for well-tuned operators"
 
@@ -74,6 +80,7 @@ class Efficiency:
             "compute": dict(self.compute),
             "memory": dict(self.memory),
             "launch_s": self.launch.value,
+            "host_s": self.host.value,
             "basis": self.basis,
             "source": self.source,
         }
@@ -87,9 +94,10 @@ class Efficiency:
                 compute={"": 0.8},
                 memory={"": 0.5},
                 launch=Quantity(8e-6, "s", "assumed", "start of one operator from Python"),
+                host=CPU_HOST if device.device_type == "cpu" else NO_HOST,
                 source="rates of the device are measured; operators stay a little below",
             )
-        return cls()
+        return cls(host=CPU_HOST if device.device_type == "cpu" else NO_HOST)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +128,7 @@ class StageCost:
 
     stage: int
     lines: tuple[CostLine, ...]
+    num_calls: int = 0  # of operators, views included
     measured_share: float = 0.0  # of the operators' estimate that rests on measured seconds
 
     def seconds(self, kind: str | None = None) -> Quantity:
@@ -252,8 +261,14 @@ def stage_cost(
         for category, (lower, estimate, calls) in by_category.items()
     ]
     total = sum(line.estimate.value for line in lines)
+    num_calls = sum(use.count for use in inventory.operators)
+    if efficiency.host.value:
+        between = efficiency.host * float(num_calls)
+        nothing = Quantity(0.0, "s", "modelled", "a program without an interpreter")
+        lines.append(CostLine(name=HOST_LINE, kind="operators", calls=num_calls, lower=nothing, estimate=between))
     lines += _collective_lines(inventory, topology)
-    return StageCost(stage=inventory.stage, lines=tuple(lines), measured_share=known / total if total else 0.0)
+    share = known / total if total else 0.0
+    return StageCost(stage=inventory.stage, lines=tuple(lines), num_calls=num_calls, measured_share=share)
 
 
 def step_cost(phase: str, stages: Sequence[StageCost], *, groups: int = 1) -> StepCost:
