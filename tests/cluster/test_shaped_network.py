@@ -199,7 +199,7 @@ def test_decoding_confirms_the_order(hosts: Hosts, topology: Topology, tmp_path:
     found = {layout: decode(hosts, layout, tmp_path) for layout in LAYOUTS}
     assert found["tp2xep2"]["tokens"] == found["pp2"]["tokens"]
     seconds = {layout: float(str(run["token_s"])) for layout, run in found.items()}
-    assert seconds["tp2xep2"] > 1.5 * seconds["pp2"], seconds
+    assert seconds["tp2xep2"] > 3 * seconds["pp2"], seconds
     # The planner counts what the model exchanges; the handle's own messages across the link come on top.
     for layout, predicted in planned(with_rates(topology)).items():
         print(f"{layout}: {predicted * 1e3:.1f} ms per token predicted, {seconds[layout] * 1e3:.1f} ms decoded")

@@ -7,42 +7,31 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+from collections.abc import Callable
 
-from workbench.cluster.child import MARK
+from workbench.cluster.child import answer_tasks
 
 __all__ = ["main"]
 
 
 def main() -> int:
-    request = json.load(sys.stdin)
-    _say({"event": "ready"})
+    return answer_tasks(_load)
+
+
+def _load() -> Callable[[str, str, str], object]:
     from workbench.cluster import tasks
     from workbench.operators import trial
 
-    for kind, argument in request["tasks"]:
-        _say({"event": "start", "kind": kind, "argument": argument})
-        began = time.perf_counter()
-        value: object = None
-        error = ""
-        try:
-            if kind == "operator":
-                value = trial.try_operator(json.loads(argument), request["device"])
-            elif kind == "matmul":
-                value = tasks.matmul_rate(argument, request["device"])
-            elif kind == "copy":
-                value = trial.measure_copy(request["device"])
-            else:
-                raise ValueError(f"unknown task {kind!r}")
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-        done = {"event": "done", "kind": kind, "argument": argument, "value": value, "error": error}
-        _say({**done, "seconds": time.perf_counter() - began})
-    return 0
+    def perform(kind: str, argument: str, device: str) -> object:
+        if kind == "operator":
+            return trial.try_operator(json.loads(argument), device)
+        if kind == "matmul":
+            return tasks.matmul_rate(argument, device)
+        if kind == "copy":
+            return trial.measure_copy(device)
+        raise ValueError(f"unknown task {kind!r}")
 
-
-def _say(event: dict[str, object]) -> None:
-    print(MARK + json.dumps(event), flush=True)
+    return perform
 
 
 if __name__ == "__main__":
