@@ -64,3 +64,30 @@ def test_l21_a_loader_that_drains_the_checkpoint_first_breaks_the_bound(large: P
     """L21: the measurement sees what it is meant to see."""
     found = probe(large, sound / "F0", "mxfp4", 2, 2, how="drain")
     assert found["growth"] > found["resident_bytes"] + WINDOW + SLACK
+
+
+FILES_DROPPED = """
+import mmap, sys
+from workbench.loading.host_memory import HostMemory
+MIB = 1 << 20
+with open(sys.argv[1], "wb") as file:
+    file.write(b"x" * (64 * MIB))
+with open(sys.argv[1], "rb") as file:
+    view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+for at in range(0, len(view), 4096):
+    view[at]
+memory = HostMemory()
+load = b"x" * (96 * MIB)
+memory.sample()
+del load
+view.close()
+print(memory.growth / MIB)
+"""
+
+
+def test_pages_of_files_that_the_kernel_drops_during_a_load_are_not_its_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FILES_DROPPED, tmp_path / "file"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(96, abs=2)

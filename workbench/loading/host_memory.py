@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 
-__all__ = ["HostMemory"]
+__all__ = ["HostMemory", "return_freed_memory"]
 
 
 class HostMemory:
-    """Growth of this process over its size now: by samples, or exactly where the kernel's own peak was raised."""
+    """Growth of this process over its size now: by samples, or by the kernel's own peak where that was raised.
+
+    The kernel's peak counts mapped files, and those come and go: under pressure the kernel drops pages of libraries.
+    What is taken off is therefore the most that any sample saw of them, not what is left of them at the end.
+    """
 
     def __init__(self) -> None:
-        self.before, self.peak_before = _private_bytes()[0], _peak_bytes()
+        (self.before, self.mapped), self.peak_before = _private_bytes(), _peak_bytes()
         self.highest = self.before
 
     def sample(self) -> None:
-        self.highest = max(self.highest, _private_bytes()[0])
+        private, mapped = _private_bytes()
+        self.highest, self.mapped = max(self.highest, private), max(self.mapped, mapped)
 
     @property
     def growth(self) -> int:
+        self.sample()
         peak = _peak_bytes()
         if peak > self.peak_before:
-            self.highest = max(self.highest, peak - _private_bytes()[1])
+            self.highest = max(self.highest, peak - self.mapped)
         return self.highest - self.before
+
+
+def return_freed_memory() -> None:
+    """Hand freed memory back to the system now; does nothing where the C library has no such call.
+
+    glibc keeps freed blocks of up to 32 MiB in its heap once it has seen one of their size, and gives none back while
+    anything lives above them; a piece that was let go would still count beside the next one.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform != "win32" else None
+    if trim is not None:
+        trim(0)
 
 
 def _private_bytes() -> tuple[int, int]:

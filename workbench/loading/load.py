@@ -17,7 +17,7 @@ from workbench.loading.ledger import Ledger
 from workbench.loading.plan import plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window
-from workbench.loading.stream import LoadProgress, ProgressCallback, Throttle, Writer, stream
+from workbench.loading.stream import LoadProgress, ProgressCallback, Throttle, Writer, staging_slots, stream
 from workbench.nn.model import Model
 from workbench.parallel import RankContext, attach, build_stage, layout_of, make_context
 from workbench.placement import Layout
@@ -160,7 +160,7 @@ def load_rank(
     writer = Writer(tensors_of(model), ledger, torch.device(device))
     report = Throttle(progress, rank, sum(extent.num_bytes for extent in plan.extents()))
     try:
-        stream(plan, window, reader, writer, memory, report)
+        stream(plan, window, staging_slots(window), reader, writer, memory, report)
     finally:
         reader.close()
     ledger.close(name for x in plan.assignments for name in x.names)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from workbench.base import LoadError, human
 from workbench.checkpoint.checkpoint import Checkpoint
-from workbench.loading.host_memory import HostMemory
+from workbench.loading.host_memory import HostMemory, return_freed_memory
 from workbench.loading.ledger import Ledger
 from workbench.loading.load import WINDOW_BYTES, LoadStats, tensors_of
 from workbench.loading.plan import Assignment, LoadPlan, plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window
-from workbench.loading.stream import ProgressCallback, Throttle, Writer, stream
+from workbench.loading.stream import ProgressCallback, Throttle, Writer, staging_slots, stream
 from workbench.nn.model import Model
 from workbench.parallel import build_stage
 from workbench.placement import Layout
@@ -145,12 +145,13 @@ def load_in_pieces(
         model.to_empty(device=device)
     filled = tensors_of(model) if keep else {}
     pieces: list[Piece] = []
+    slots = staging_slots(prepared.window)
     try:
         for name, part in prepared.pieces().items():
             wanted = list(dict.fromkeys(target for x in part.assignments for target in x.transform.targets))
             targets = {target: _tensor_for(target, filled, empty, device) for target in wanted}
             started, before = time.perf_counter(), reader.bytes_read
-            stream(part, prepared.window, reader, Writer(targets, ledger, device), memory, report)
+            stream(part, prepared.window, slots, reader, Writer(targets, ledger, device), memory, report)
             pieces.append(
                 Piece(
                     name=name,
@@ -161,6 +162,8 @@ def load_in_pieces(
                 )
             )
             del targets
+            if not keep:
+                return_freed_memory()
     finally:
         reader.close()
     ledger.close(name for x in plan.assignments for name in x.names)

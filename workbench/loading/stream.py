@@ -17,7 +17,7 @@ from workbench.loading.plan import Assignment, LoadPlan
 from workbench.loading.reader import ShardReader
 from workbench.loading.schedule import Batch, Chunk, Window, schedule
 
-__all__ = ["LoadProgress", "ProgressCallback", "Throttle", "Writer", "stream"]
+__all__ = ["LoadProgress", "ProgressCallback", "Throttle", "Writer", "staging_slots", "stream"]
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -40,11 +40,21 @@ class LoadProgress:
 ProgressCallback = Callable[[LoadProgress], None]
 
 
+def staging_slots(window: Window) -> tuple[Tensor, Tensor]:
+    """The two staging buffers of a load, taken once: buffers taken and freed piece by piece leave holes in the heap."""
+    return torch.empty(window.slot, dtype=torch.uint8), torch.empty(window.slot, dtype=torch.uint8)
+
+
 def stream(
-    plan: LoadPlan, window: Window, reader: ShardReader, writer: Writer, memory: HostMemory, report: Throttle
+    plan: LoadPlan,
+    window: Window,
+    slots: tuple[Tensor, Tensor],
+    reader: ShardReader,
+    writer: Writer,
+    memory: HostMemory,
+    report: Throttle,
 ) -> None:
     """Read batch k + 1 into one slot while batch k is written from the other. Raises LoadError as the reader does."""
-    slots = [torch.empty(window.slot, dtype=torch.uint8) for _ in range(2)]
     views = [slot.numpy().data for slot in slots]
     batches = schedule(plan, window)
     with ThreadPoolExecutor(1, thread_name_prefix="read-shards") as pool:
