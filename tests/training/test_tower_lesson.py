@@ -14,22 +14,29 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "parallel"))
 
 import step_tasks
 from ranks import shared_ranks
-from tiny_runs import give_tokenizer, tiny_config
+from tiny_runs import give_tokenizer, tiny_config, tokenizer_folder
 
 from workbench.base import ConfigError
 from workbench.parallel import single_context
 from workbench.placement import Layout
+from workbench.serving.inputs import read_tokenizer
 from workbench.training.config import TowerConfig, TrainConfig
 from workbench.training.initial import draw_parameter
 from workbench.training.metrics import read_metrics
 from workbench.training.sharding import whole_shapes
-from workbench.training.tower import TowerLesson, draw_batch
+from workbench.training.tower import TowerLesson, draw_batch, word_vectors
 
 
 def tower_weights(config: TrainConfig) -> dict[str, Tensor]:
     spec = config.spec()
     shapes = {n: s for n, s in whole_shapes(spec).items() if n.startswith(("vision.", "projector."))}
     return {name: draw_parameter(spec, name, shape, config.seed) for name, shape in shapes.items()}
+
+
+def tower_words(config: TrainConfig) -> tuple[Tensor, ...]:
+    spec = config.spec()
+    embedding = draw_parameter(spec, "embed.weight", whole_shapes(spec)["embed.weight"], config.seed)
+    return word_vectors(embedding, read_tokenizer(tokenizer_folder(), spec))
 
 
 def with_tower(at_step: int = 1, steps: int = 3, batch: int = 6, **changes: object) -> TrainConfig:
@@ -41,9 +48,8 @@ def test_a_lesson_teaches_colours_and_leaves_the_given_weights_alone() -> None:
     config = tiny_config()
     weights = tower_weights(config)
     before = {name: value.clone() for name, value in weights.items()}
-    lesson = TowerLesson(
-        config.spec(), TowerConfig(steps=60, batch=24, muon_lr=1e-2, warmup_steps=5), 1, weights, single_context().dp
-    )
+    schedule = TowerConfig(steps=60, batch=24, muon_lr=1e-2, warmup_steps=5)
+    lesson = TowerLesson(config.spec(), schedule, 1, weights, tower_words(config), single_context().dp)
     losses = [lesson.step(step)["loss"] for step in range(60)]
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5]), f"{losses[0]:.2f} -> {losses[-1]:.2f}"
     assert all(torch.equal(weights[name], before[name]) for name in weights)
@@ -54,13 +60,39 @@ def test_a_lesson_teaches_colours_and_leaves_the_given_weights_alone() -> None:
 
 def test_a_picture_depends_on_its_number_alone_whoever_draws_it() -> None:
     config = tiny_config()
-    lesson = TowerLesson(config.spec(), TowerConfig(steps=1, batch=4), 1, tower_weights(config), single_context().dp)
+    words = tower_words(config)
+    lesson = TowerLesson(
+        config.spec(), TowerConfig(steps=1, batch=4), 1, tower_weights(config), words, single_context().dp
+    )
     spec, processor = config.spec(), lesson.processor
     whole = draw_batch(spec, processor, 9, 2, range(4))
     parts = [draw_batch(spec, processor, 9, 2, range(rank, 4, 2)) for rank in range(2)]
     rows = sorted(row.tolist() for part in parts for row in part.pictures)
     assert rows == sorted(row.tolist() for row in whole.pictures)
     assert draw_batch(spec, processor, 9, 3, range(4)).pictures.tolist() != whole.pictures.tolist()
+
+
+def test_a_taught_tower_shows_things_in_the_words_of_the_text_model() -> None:
+    """The middle of the first place points nearer to the embedding of what is there than to those of other colours."""
+    config = tiny_config()
+    weights, words = tower_weights(config), tower_words(config)
+    lesson = TowerLesson(
+        config.spec(), TowerConfig(steps=240, batch=24, muon_lr=1e-2, warmup_steps=5), 1, weights, words,
+        single_context().dp,
+    )  # fmt: skip
+
+    def share_right() -> float:
+        batch = draw_batch(config.spec(), lesson.processor, 5, 0, range(64))
+        with torch.no_grad():
+            features = lesson.model.encode_images(batch.pixels, batch.grids)[batch.place_rows]
+        colours = batch.places[..., 1]
+        return ((features @ words[1].T).argmax(-1) == colours - 1)[colours > 0].float().mean().item()
+
+    untaught = share_right()
+    for step in range(240):
+        lesson.step(step)
+    assert untaught < 0.25
+    assert share_right() > 0.5
 
 
 @pytest.mark.ranks

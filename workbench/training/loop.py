@@ -38,7 +38,7 @@ from workbench.training.optimiser import Optimiser, learning_rate_share
 from workbench.training.quantise import AsPublished
 from workbench.training.sharding import whole_shapes
 from workbench.training.step import StepSums, compute_gradients
-from workbench.training.tower import TowerLesson
+from workbench.training.tower import TowerLesson, word_vectors
 
 __all__ = ["EXAM_KINDS", "METRICS", "STATES", "TOKENIZER", "RankTrainer"]
 
@@ -142,7 +142,9 @@ class RankTrainer:
             return
         masters, config = self.masters.views, self.config.tower
         names = [name for name in masters if name.startswith(("vision.", "projector."))]
-        lesson = TowerLesson(self.spec, config, self.config.seed, {name: masters[name] for name in names}, self.ctx.dp)
+        weights = {name: masters[name] for name in names}
+        words = word_vectors(masters["embed.weight"], self.tokenizer)
+        lesson = TowerLesson(self.spec, config, self.config.seed, weights, words, self.ctx.dp)
         started = time.perf_counter()
         for step in range(config.steps):
             record = lesson.step(step)

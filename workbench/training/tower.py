@@ -2,8 +2,11 @@
 
 Through the text model a tower learns colours and places within minutes, but outlines and letters only very slowly:
 their gradient comes from a few words of each answer, through a model that is itself still learning to speak. (K3's own
-tower, too, is trained before it meets the text model.) Here linear readers on the projector's output name what is at
-each place, the letters of a label, the bars of a chart; after the lesson they are thrown away, the tower stays.
+tower, too, is trained before it meets the text model.) Here readers on the projector's output name what is at each
+place, the letters of a label, the bars of a chart; after the lesson they are thrown away, the tower stays.
+
+What is at a place, and which place it is, is read with the text model's own embeddings of those words. A token that
+shows a red star then lies near "red" and "star", and to look for one is to look for the same word again.
 
 Replicas share a lesson: each takes its part of every batch and the gradients are summed.
 """
@@ -20,7 +23,7 @@ from torch.nn import functional as F
 
 from workbench.nn.model import Model
 from workbench.parallel import Group
-from workbench.serving.inputs import ImageProcessor
+from workbench.serving.inputs import ImageProcessor, Tokenizer
 from workbench.serving.inputs.images import normalise
 from workbench.spec import ModelSpec
 from workbench.training.config import OptimiserConfig, TowerConfig
@@ -28,15 +31,16 @@ from workbench.training.data.labels import (
     LETTER_CLASSES,
     PICTURE_CLASSES,
     PLACE_CLASSES,
+    PLACE_WORDS,
     letter_labels,
     picture_labels,
     place_labels,
     place_tokens,
 )
-from workbench.training.data.scenes import Scene, SceneKind, make_scene, scene_image
+from workbench.training.data.scenes import PLACES, Scene, SceneKind, make_scene, scene_image
 from workbench.training.optimiser import learning_rate_share
 
-__all__ = ["LabelledBatch", "Readers", "TowerLesson", "draw_batch"]
+__all__ = ["LabelledBatch", "Readers", "TowerLesson", "draw_batch", "word_vectors"]
 
 KIND_SHARES: dict[SceneKind, float] = {"figures": 0.45, "number": 0.2, "word": 0.2, "chart": 0.15}
 _NOTHING_WEIGHT = 0.1  # most tokens hold no letter, most places no figure
@@ -90,12 +94,29 @@ def draw_batch(
     )
 
 
-class Readers(nn.Module):
-    """Linear readers of what the projector gives: at the places, at every token, and of the mean over a picture."""
+def word_vectors(embedding: Tensor, tokenizer: Tokenizer) -> tuple[Tensor, ...]:
+    """Unit vectors of the words for what is at a place, one matrix (words, D) per label, and of the nine places' names.
 
-    def __init__(self, dim: int) -> None:
+    `embedding` is (vocabulary, D). A name of several tokens is the sum of theirs, as they stand within a sentence.
+    """
+    names = tuple(name for row in PLACES for name in row)
+    sums = [
+        torch.stack([embedding[tokenizer.encode(f" {word}")].sum(0) for word in ws]) for ws in (*PLACE_WORDS, names)
+    ]
+    return tuple(F.normalize(rows.detach().float(), dim=-1) for rows in sums)
+
+
+class Readers(nn.Module):
+    """Readers of what the projector gives: words at the places, and linear ones at every token and of a picture's mean.
+
+    `words` are those of `word_vectors`; only how sharply they are told apart, and when there is nothing, is learnt.
+    """
+
+    def __init__(self, dim: int, words: Sequence[Tensor]) -> None:
         super().__init__()
-        self.place = nn.Linear(dim, sum(PLACE_CLASSES))
+        self.words = tuple(words)
+        self.sharpness = nn.Parameter(torch.ones(len(words)))
+        self.nothing = nn.Parameter(torch.zeros(len(words)))
         self.letter = nn.Linear(dim, sum(LETTER_CLASSES))
         self.picture = nn.Linear(dim, sum(PICTURE_CLASSES))
 
@@ -108,12 +129,18 @@ class Readers(nn.Module):
         sums = features.new_zeros(len(batch.token_counts), features.shape[1]).index_add(0, owner, features)
         means = sums / batch.token_counts[:, None]
         losses, divisors, right = [], [], {}
-        for name, scores, ids, classes, weight in (
-            ("shape", self.place(features[batch.place_rows]), batch.places, PLACE_CLASSES, 1.0),
+        at_places = features[batch.place_rows]
+        scores = [s * at_places @ w.T for s, w in zip(self.sharpness, self.words, strict=True)]
+        empty = [x.expand(*at_places.shape[:2], 1) for x in self.nothing]
+        where = torch.arange(at_places.shape[1]).expand(at_places.shape[:2])
+        things = torch.cat([part for pair in zip(empty[:-1], scores[:-1], strict=True) for part in pair], -1)
+        for name, values, ids, classes, weight in (
+            ("shape", things, batch.places, PLACE_CLASSES, 1.0),
+            ("place", torch.cat([empty[-1], scores[-1]], -1), where[..., None] + 1, (where.shape[1] + 1,), 1.0),
             ("letter", self.letter(features), batch.letters, LETTER_CLASSES, 2.0),
             ("picture", self.picture(means), batch.pictures, PICTURE_CLASSES, 0.5),
         ):
-            for idx, (part, own) in enumerate(zip(scores.split(classes, -1), ids.unbind(-1), strict=True)):
+            for idx, (part, own) in enumerate(zip(values.split(classes, -1), ids.unbind(-1), strict=True)):
                 share = part.new_ones(classes[idx])
                 share[0] = _NOTHING_WEIGHT
                 losses.append(F.cross_entropy(part.flatten(0, -2), own.flatten(), share, reduction="sum"))
@@ -126,9 +153,17 @@ class Readers(nn.Module):
 
 
 class TowerLesson:
-    """Trains a copy of tower and projector, started from `weights` (parameter name -> whole tensor)."""
+    """Trains a copy of tower and projector, started from `weights` (parameter name -> whole tensor), to say `words`."""
 
-    def __init__(self, spec: ModelSpec, config: TowerConfig, seed: int, weights: Mapping[str, Tensor], dp: Group):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: TowerConfig,
+        seed: int,
+        weights: Mapping[str, Tensor],
+        words: Sequence[Tensor],
+        dp: Group,
+    ) -> None:
         assert spec.image is not None
         self.spec, self.config, self.seed, self.dp = spec, config, seed, dp
         self.model = Model(spec, layers=range(0), has_embed=False, has_head=False, precision="fp32").to_empty(
@@ -140,7 +175,7 @@ class TowerLesson:
                 parameter.copy_(weights[name])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.readers = Readers(spec.hidden_size)
+            self.readers = Readers(spec.hidden_size, words)
         named = dict(self.model.named_parameters())
         hidden = [p for name, p in named.items() if p.ndim == 2 and "pos_embed" not in name]
         rest = [p for p in named.values() if all(p is not h for h in hidden)]

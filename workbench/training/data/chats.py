@@ -15,6 +15,7 @@ import numpy as np
 
 from workbench.serving.inputs import ImagePart, Message, TextPart
 from workbench.training.data.domain import Fact, ask_fact
+from workbench.training.data.lists import ask_list
 from workbench.training.data.phrasing import one_of
 from workbench.training.data.questions import Question, ask, caption, describe, follow_up, kinds_of
 from workbench.training.data.scenes import Scene, make_scene
@@ -30,7 +31,7 @@ _TOLD = ("There is a picture. {caption} {question}", "Read this: {caption} {ques
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Shares of the kinds of chat, which sum to one, and how many of the picture chats hold a description.
+    """Shares of the kinds of chat, which sum to one, and how many of the picture chats hold a description, and a list.
 
     picture        one picture, described and asked about
     two_pictures   a second picture arrives later in the chat; questions are about the newest one
@@ -47,11 +48,13 @@ class Mixture:
     mixed: float = 0.03
     no_picture: float = 0.01
     description_share: float = 0.5
+    list_share: float = 0.0
 
     def __post_init__(self) -> None:
         shares = [getattr(self, kind) for kind in CHAT_KINDS]
-        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6 or not 0 <= self.description_share <= 1:
-            raise ValueError(f"shares {shares} do not sum to one, or description_share is no share: {self}")
+        parts = (self.description_share, self.list_share)
+        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6 or not 0 <= min(parts) <= max(parts) <= 1:
+            raise ValueError(f"shares {shares} do not sum to one, or one of {parts} is no share: {self}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +94,8 @@ def make_chat(rng: np.random.Generator, facts: Sequence[Fact], mixture: Mixture)
         messages = _in_turns(turns, picture_at=[0, 1])
         return Chat(kind=kind, messages=messages, scenes=tuple(scene for scene, _ in asked))
     scene = make_scene(rng)
-    questions = _talk(scene, rng, has_description=rng.random() < mixture.description_share)
+    has_description, has_list = rng.random() < mixture.description_share, rng.random() < mixture.list_share
+    questions = _talk(scene, rng, has_description=has_description, has_list=has_list)
     messages = _in_turns([(q.text, q.answer) for q in questions], picture_at=[0], picture_first=rng.random() < 0.85)
     return Chat(kind=kind, messages=messages, scenes=(scene,))
 
@@ -102,15 +106,18 @@ def picture_message(text: str, *, picture_first: bool = True) -> Message:
     return Message("user", parts if picture_first else parts[::-1])
 
 
-def _talk(scene: Scene, rng: np.random.Generator, *, has_description: bool) -> list[Question]:
+def _talk(scene: Scene, rng: np.random.Generator, *, has_description: bool, has_list: bool) -> list[Question]:
     """Questions about one picture. The description comes first or last: answers cannot always be copied from it."""
-    count = int(rng.integers(0, 3)) if has_description else int(rng.integers(1, 5))
+    count = int(rng.integers(0, 3)) if has_description or has_list else int(rng.integers(1, 5))
     questions: list[Question] = []
     while len(questions) < count:
         last = questions[-1] if questions else None
         after = follow_up(last, rng) if last and not last.form.startswith("follow") and rng.random() < 0.25 else None
         questions.append(after or _some_question(scene, rng))
-    if has_description:
+    for _ in range(2 if has_list else 0):
+        listed = ask_list(scene, rng, unlike=questions[0].form if questions else "")
+        questions[:0] = [listed] if listed else []
+    if has_description or not questions:
         questions.insert(0 if rng.random() < 0.6 else len(questions), describe(scene, rng))
     return questions
 

@@ -31,6 +31,7 @@ __all__ = [
     "MAX_TEXT",
     "PICTURE_CLASSES",
     "PLACE_CLASSES",
+    "PLACE_WORDS",
     "letter_labels",
     "picture_labels",
     "place_labels",
@@ -40,7 +41,8 @@ __all__ = [
 MAX_TEXT, MAX_BARS = max(map(len, WORDS)), 4
 CHARACTERS = string.digits + string.ascii_lowercase
 _COLOURS = tuple(COLOURS)
-PLACE_CLASSES = (len(SHAPES) + 1, len(COLOURS) + 1, len(SIZES) + 1)
+PLACE_WORDS = (SHAPES, _COLOURS, SIZES)  # what each label of a place says; class k is word k - 1
+PLACE_CLASSES = tuple(len(words) + 1 for words in PLACE_WORDS)
 LETTER_CLASSES = (len(CHARACTERS) + 1,) * 2
 PICTURE_CLASSES = (
     *LETTER_CLASSES[:1] * MAX_TEXT,

@@ -16,7 +16,7 @@ import numpy as np
 from workbench.training.data.phrasing import NUMBER_NAMES, articled, at_place, one_of, plural, vary
 from workbench.training.data.scenes import COLOURS, SHAPES, Figure, Scene
 
-__all__ = ["KINDS", "Kind", "Question", "ask", "caption", "describe", "follow_up", "kinds_of"]
+__all__ = ["KINDS", "Kind", "Question", "ask", "caption", "describe", "follow_up", "kinds_of", "own_names"]
 
 Kind = Literal[
     "shape", "colour", "count", "position", "relation", "size", "presence", "digit", "word", "chart", "caption"
@@ -178,7 +178,7 @@ def _question(
     return Question(kind=kind, form=form, text=text, answer=answer, accepted=accepted, subject=subject)
 
 
-def _names(scene: Scene, figure: Figure) -> list[str]:
+def own_names(scene: Scene, figure: Figure) -> list[str]:
     """Names that fit this figure and no other of the scene: "the red circle", "the circle"."""
     alike = [f for f in scene.figures if f.shape == figure.shape]
     names = [f"the {figure.colour} {figure.shape}"] if [f.colour for f in alike].count(figure.colour) == 1 else []
@@ -187,7 +187,7 @@ def _names(scene: Scene, figure: Figure) -> list[str]:
 
 def _named(scene: Scene, rng: np.random.Generator) -> tuple[Figure, str] | None:
     """A figure that has a name of its own, and one of its names."""
-    options = [(figure, names) for figure in scene.figures if (names := _names(scene, figure))]
+    options = [(figure, names) for figure in scene.figures if (names := own_names(scene, figure))]
     if not options:
         return None
     figure, names = options[int(rng.integers(len(options)))]
