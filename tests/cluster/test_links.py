@@ -88,7 +88,7 @@ def test_a_single_rank_has_no_links() -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_a_rank_that_never_joins_is_a_claim_and_not_waited_for() -> None:
+def test_c03_a_rank_that_never_joins_is_a_claim_and_not_waited_for() -> None:
     began = time.monotonic()
     topology = measure_topology(
         2,

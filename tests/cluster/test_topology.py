@@ -232,7 +232,7 @@ def test_estimates_on_assumed_latency_are_assumed() -> None:
     assert "no published latency" in found.source
 
 
-def test_the_choice_between_algorithms_is_made_by_measurement_and_both_are_shown() -> None:
+def test_c06_the_choice_between_algorithms_is_made_by_measurement_and_both_are_shown() -> None:
     choice = measured().choices[0]
     assert choice.best(1000) == "messages between pairs"
     assert choice.best(1e7) == "one call"

@@ -261,7 +261,7 @@ def probe_without(*bad: str):
         (("uint8", "float8_e4m3fn", "int8"), "bf16"),
     ],
 )
-def test_the_format_is_the_first_that_the_device_can_expand(
+def test_o05_the_format_is_the_first_that_the_device_can_expand(
     tiny: ModelSpec, bad: tuple[str, ...], precision: str
 ) -> None:
     choice = choose_precision(tiny, Layout(), "card", probe=probe_without(*bad))
@@ -271,6 +271,6 @@ def test_the_format_is_the_first_that_the_device_can_expand(
     assert precision in choice.render()
 
 
-def test_no_path_for_any_format_is_an_error_that_names_each(tiny: ModelSpec) -> None:
+def test_o05_no_path_for_any_format_is_an_error_that_names_each(tiny: ModelSpec) -> None:
     with pytest.raises(UnsupportedModelError, match=r"mxfp4: .*fp8: .*int8: .*int4: .*bf16: "):
         choose_precision(tiny, Layout(), "card", probe=probe_without("uint8", "float8_e4m3fn", "int8", "bfloat16"))

@@ -25,7 +25,7 @@ def spec() -> ModelSpec:
 @pytest.mark.parametrize(
     ("stages", "vectors"), [((4, 4), (0, 3)), ((3, 5), (0, 2)), ((1, 2, 1, 4), (0, 2, 2, 3)), ((7, 1), (0, 4))]
 )
-def test_payload_grows_with_the_vectors_saved_before_the_boundary(
+def test_c05_payload_grows_with_the_vectors_saved_before_the_boundary(
     spec: ModelSpec, stages: tuple[int, ...], vectors: tuple[int, ...]
 ) -> None:
     layout = Layout(pp=len(stages), stages=stages)

@@ -97,12 +97,14 @@ def run_to_the_end(config: TrainConfig, layout: Layout, out: Path) -> None:
         ctx.close()
 
 
-def taught_tower(config: TrainConfig, layout: Layout, out: Path) -> dict[str, torch.Tensor]:
-    """This rank's tower and projector after the lesson; nothing on a stage without them."""
+def taught_tower(config: TrainConfig, layout: Layout, out: Path, further_steps: int = 0) -> dict[str, torch.Tensor]:
+    """This rank's tower and projector after the lesson and some steps of the run; nothing on a stage without them."""
     ctx = make_context(layout)
     try:
         trainer = RankTrainer(config, out, ctx)
         trainer.teach_tower()
+        for _ in range(further_steps):
+            trainer.train_step()
         views = trainer.masters.views
         return {name: views[name].clone() for name in views if name.startswith(("vision.", "projector."))}
     finally:

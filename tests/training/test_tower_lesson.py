@@ -124,6 +124,18 @@ def test_the_lesson_stands_in_the_metrics_at_its_step(tmp_path: Path) -> None:
     assert kinds[lesson + 2] == ("step", 2), "first and last batch of the lesson, then the step"
 
 
+@pytest.mark.parametrize("learns_on", [False, True])
+def test_a_tower_stays_as_taught_unless_it_learns_on(learns_on: bool, tmp_path: Path) -> None:
+    """Neither gradients nor weight decay nor left-over momentum move it; the rest of the model moves all the same."""
+    config = with_tower(at_step=0)
+    config = dataclasses.replace(config, tower=dataclasses.replace(config.tower, learns_on=learns_on))
+    for out in (tmp_path / "taught", tmp_path / "trained"):
+        give_tokenizer(out)
+    taught = step_tasks.taught_tower(config, Layout(), tmp_path / "taught")
+    trained = step_tasks.taught_tower(config, Layout(), tmp_path / "trained", further_steps=2)
+    assert {torch.equal(taught[name], trained[name]) for name in taught} == {not learns_on}
+
+
 @pytest.mark.parametrize(
     ("tower", "layout"),
     [

@@ -58,7 +58,7 @@ class LoadMeter:
 
     def reset(self) -> None:
         self._counts = {
-            layer: torch.zeros(len(router.bias), dtype=torch.int64, device=router.bias.device)
+            layer: torch.zeros(len(router.weight), dtype=torch.int64, device=router.weight.device)
             for layer, router in self.routers.items()
         }
 
@@ -83,10 +83,11 @@ class LoadMeter:
 
     @torch.no_grad()
     def update_biases(self, loads: tuple[ExpertLoad, ...], rate: float) -> None:
-        """Move every router's bias by what its experts' loads ask for."""
+        """Move every router's bias by what its experts' loads ask for; one without a bias is left to the loss."""
         for load in loads:
             bias = self.routers[load.layer].bias
-            bias.copy_(balanced_bias(bias, torch.tensor(load.counts, device=bias.device), rate))
+            if bias is not None:
+                bias.copy_(balanced_bias(bias, torch.tensor(load.counts, device=bias.device), rate))
 
     def _counter(self, layer: int) -> Callable[[nn.Module, object, tuple[Tensor, Tensor]], None]:
         def count(_router: nn.Module, _args: object, output: tuple[Tensor, Tensor]) -> None:

@@ -123,18 +123,23 @@ class RankTrainer:
         self.masters.publish(self.as_published if is_quantised else None)
         packs = self.packs(self.step)
         self.meter.reset()
-        sums = compute_gradients(self.model, self.masters, self.ctx, packs)
+        sums = compute_gradients(self.model, self.masters, self.ctx, packs, tower_learns=self.tower_learns)
         if not math.isfinite(sums.loss):
             raise WorkbenchError(
                 f"the loss of step {self.step} is {sums.loss}", next_step="Lower the learning rates or clip_norm"
             )
         loads = self.meter.loads(self.ctx)
         share = learning_rate_share(self.step, config.steps, config.optimiser)
-        norm = self.optimiser.step(share)
+        norm = self.optimiser.step(share, tower_learns=self.tower_learns)
         self.meter.update_biases(loads, config.balance_rate * share)
         self.step += 1
         seconds = time.perf_counter() - started
         return self._record(sums, self._all_loads(loads), share, norm, is_quantised, seconds)
+
+    @property
+    def tower_learns(self) -> bool:
+        tower = self.config.tower
+        return tower.learns_on or not tower.steps or self.step < tower.at_step
 
     def teach_tower(self, metrics: MetricsWriter | None = None) -> None:
         """The tower's lesson; a run that is resumed at its step, or before it, takes it from the start."""

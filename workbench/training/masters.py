@@ -28,13 +28,18 @@ from workbench.parallel import RankContext
 from workbench.placement import vision_is_sharded
 from workbench.training.sharding import is_expert, is_split_over_tp
 
-__all__ = ["Masters", "Reach", "Region", "Rule", "Seen", "rule_of"]
+__all__ = ["Masters", "Reach", "Region", "Rule", "Seen", "is_of_tower", "rule_of"]
 
 Reach = Literal["replicated", "images", "split", "expert"]
 Rule = Literal["hidden", "matrix", "vector"]
 Seen = Callable[[str, Tensor], Tensor]  # name and master -> what the forward pass is to see
 
 _NOT_HIDDEN = ("embed.", "head.", "vision.patch_embed.", "vision.pos_embed.")
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a parameter belongs to the vision tower or its projector."""
+    return name.startswith(("vision.", "projector."))
 
 
 def rule_of(name: str, parameter: Tensor) -> Rule:
@@ -48,10 +53,11 @@ def rule_of(name: str, parameter: Tensor) -> Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Region:
-    """Parameters of one reach and one rule: flat master and gradient, and views of both by name."""
+    """Parameters of one reach and one rule, of the tower or of the rest: master and gradient, flat and by name."""
 
     reach: Reach
     rule: Rule
+    is_tower: bool  # of the vision tower or its projector
     values: Tensor  # (P,) float32
     grad: Tensor  # (P,) float32
     views: dict[str, Tensor]
@@ -64,17 +70,17 @@ class Masters:
     def __init__(self, model: Model, ctx: RankContext) -> None:
         self.ctx, self.layout = ctx, ctx.layout
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        kinds: dict[tuple[Reach, Rule], list[str]] = {}
+        kinds: dict[tuple[Reach, Rule, bool], list[str]] = {}
         for name, parameter in self.parameters.items():
             reach: Reach = "replicated"
             if is_expert(name):
                 reach = "expert"
             elif is_split_over_tp(model.spec, ctx.layout, name):
                 reach = "split"
-            elif name.startswith(("vision.", "projector.")) and not vision_is_sharded(model.spec, ctx.layout):
+            elif is_of_tower(name) and not vision_is_sharded(model.spec, ctx.layout):
                 reach = "images"
-            kinds.setdefault((reach, rule_of(name, parameter)), []).append(name)
-        self.regions = tuple(self._region(reach, rule, names) for (reach, rule), names in kinds.items())
+            kinds.setdefault((reach, rule_of(name, parameter), is_of_tower(name)), []).append(name)
+        self.regions = tuple(self._region(*kind, names) for kind, names in kinds.items())
         # Where the dtypes agree autograd adds straight into the region; otherwise `collect` does.
         self._foreign: list[tuple[nn.Parameter, Tensor]] = []
         for name, grad in self._grads():
@@ -149,7 +155,7 @@ class Masters:
         for region in self.regions:
             yield from region.grad_views.items()
 
-    def _region(self, reach: Reach, rule: Rule, names: Iterable[str]) -> Region:
+    def _region(self, reach: Reach, rule: Rule, is_tower: bool, names: Iterable[str]) -> Region:
         shapes = {name: self.parameters[name].shape for name in names}
         size = sum(shape.numel() for shape in shapes.values())
         device = self.ctx.device
@@ -158,6 +164,7 @@ class Masters:
         return Region(
             reach=reach,
             rule=rule,
+            is_tower=is_tower,
             values=values,
             grad=grad,
             views=_views(values, shapes),

@@ -10,7 +10,7 @@ for LLM training", arXiv 2502.16982, for the scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,12 @@ class Muon:
             self._alike.setdefault((rows, columns, matrix.replicas.ranks), []).append(name)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        for (rows, columns, _), names in self._alike.items():
+    def step(self, lr: float, *, still: Container[str] = ()) -> None:
+        """One step of all matrices but those in `still`."""
+        for (rows, columns, _), alike in self._alike.items():
+            names = [name for name in alike if name not in still]
+            if not names:
+                continue
             scale = lr * RMS * max(rows, columns) ** 0.5
             wanted = []
             for name in names:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.training.config import OptimiserConfig
-from workbench.training.masters import Masters
+from workbench.training.masters import Masters, is_of_tower
 from workbench.training.muon import Matrix, Muon
 
 __all__ = ["Optimiser", "learning_rate_share"]
@@ -39,7 +39,7 @@ class Optimiser:
                     matrices[name] = Matrix(view, region.grad_views[name], replicas)
                 continue
             decay = 0.0 if region.rule == "vector" else config.weight_decay
-            groups.append({"params": [region.values], "weight_decay": decay})
+            groups.append({"params": [region.values], "weight_decay": decay, "is_tower": region.is_tower})
             self._adam_grads.append((region.values, region.grad))
         self.adam = torch.optim.AdamW(
             groups, lr=config.adam_lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
@@ -47,10 +47,11 @@ class Optimiser:
         self.muon = Muon(matrices, momentum=config.momentum, weight_decay=config.weight_decay)
 
     @torch.no_grad()
-    def step(self, share: float) -> float:
+    def step(self, share: float, *, tower_learns: bool = True) -> float:
         """Clip the gradients to the configured norm and step at that share of the peak rates.
 
-        Returns the norm before clipping, the same on every rank.
+        Without `tower_learns` the vision tower and its projector stay as they are, weight decay included. Returns the
+        norm before clipping, the same on every rank.
         """
         norm = self.masters.grad_norm()
         if norm > self.config.clip_norm:
@@ -58,9 +59,10 @@ class Optimiser:
         for value, grad in self._adam_grads:
             value.grad = grad
         for group in self.adam.param_groups:
-            group["lr"] = self.config.adam_lr * share
+            group["lr"] = self.config.adam_lr * share if tower_learns or not group["is_tower"] else 0.0
         self.adam.step()
-        self.muon.step(self.config.muon_lr * share)
+        still = [] if tower_learns else [name for name in self.muon.matrices if is_of_tower(name)]
+        self.muon.step(self.config.muon_lr * share, still=still)
         return norm
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,11 +43,14 @@ class StepSums:
         return self.loss / self.num_learnt if self.num_learnt else 0.0
 
 
-def compute_gradients(model: Model, masters: Masters, ctx: RankContext, packs: Sequence[PackedBatch]) -> StepSums:
+def compute_gradients(
+    model: Model, masters: Masters, ctx: RankContext, packs: Sequence[PackedBatch], *, tower_learns: bool = True
+) -> StepSums:
     """Gradients of the mean loss into `masters`, ready to be clipped and stepped.
 
     `packs` are this replica's share, the same on all its ranks; every replica has the same number of packs. All stages
-    run all forward passes, then all backward passes: activations of every pack are held until its backward.
+    run all forward passes, then all backward passes: activations of every pack are held until its backward. Without
+    `tower_learns` no gradient reaches the vision tower.
     """
     masters.zero_grad()
     pipeline = Pipeline(model.spec, ctx, model.dtype)
@@ -57,7 +60,7 @@ def compute_gradients(model: Model, masters: Masters, ctx: RankContext, packs: S
         payload = pipeline.receive(pack.num_tokens)
         if payload is not None:
             payload.requires_grad_()
-        output = model(token_batch(model, ctx, pack), payload)
+        output = model(token_batch(model, ctx, pack, tower_learns=tower_learns), payload)
         if ctx.is_last_stage:
             targets = torch.from_numpy(pack.targets).to(ctx.device)
             output = F.cross_entropy(output.float(), targets, reduction="sum")
@@ -88,8 +91,8 @@ def compute_gradients(model: Model, masters: Masters, ctx: RankContext, packs: S
     return StepSums(loss=total, num_learnt=int(num_learnt), num_tokens=int(num_tokens), num_samples=int(num_samples))
 
 
-def token_batch(model: Model, ctx: RankContext, pack: PackedBatch) -> TokenBatch:
-    """The pack as the model takes it, pictures encoded on the first stage (differentiably)."""
+def token_batch(model: Model, ctx: RankContext, pack: PackedBatch, *, tower_learns: bool = True) -> TokenBatch:
+    """The pack as the model takes it, pictures encoded on the first stage (differentiably where the tower learns)."""
     image_rows: Tensor | None = None
     features: Tensor | None = None
     if pack.grids and ctx.is_first_stage:
@@ -97,7 +100,8 @@ def token_batch(model: Model, ctx: RankContext, pack: PackedBatch) -> TokenBatch
         assert model.spec.vision is not None
         patches, grids, rows = _by_size(pack, model.spec.vision.merge_size**2)
         pixels = torch.from_numpy(normalise(patches, model.spec.image)).to(ctx.device)
-        features = encode_images(model, ctx, pixels, grids)
+        with torch.set_grad_enabled(tower_learns and torch.is_grad_enabled()):
+            features = encode_images(model, ctx, pixels, grids)
         image_rows = torch.from_numpy(rows).to(ctx.device)
     return TokenBatch(
         token_ids=torch.from_numpy(pack.token_ids).to(ctx.device),
