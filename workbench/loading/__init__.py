@@ -1,7 +1,7 @@
 """Bytes to ranks: a dry run over headers, exact reads through a bounded window, and a ledger of every row written."""
 
 from workbench.loading.ledger import Ledger, LedgerEntry, SourceRef
-from workbench.loading.load import LoadedModel, LoadStats, load_alone, load_rank, load_sharded_weights
+from workbench.loading.load import LoadedModel, LoadStats, load_rank, load_sharded_weights
 from workbench.loading.pieces import Piece, PiecewiseLoad, PreparedLoad, load_in_pieces, prepare_load
 from workbench.loading.plan import Assignment, Extent, LoadPlan, Source, plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
@@ -27,7 +27,6 @@ __all__ = [
     "SourceRef",
     "Transform",
     "Window",
-    "load_alone",
     "load_in_pieces",
     "load_rank",
     "load_sharded_weights",

@@ -19,11 +19,11 @@ from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window
 from workbench.loading.stream import LoadProgress, ProgressCallback, Throttle, Writer, staging_slots, stream
 from workbench.nn.model import Model
-from workbench.parallel import RankContext, attach, build_stage, layout_of, make_context, single_context
+from workbench.parallel import RankContext, attach, build_stage, layout_of, make_context
 from workbench.placement import Layout
 from workbench.spec import ModelSpec, require_runnable
 
-__all__ = ["LoadProgress", "LoadStats", "LoadedModel", "load_alone", "load_rank", "load_sharded_weights"]
+__all__ = ["LoadProgress", "LoadStats", "LoadedModel", "load_rank", "load_sharded_weights"]
 
 WINDOW_BYTES = 64 << 20
 
@@ -127,25 +127,6 @@ def load_sharded_weights(
         raise
     attach(model, ctx)
     return LoadedModel(model=model, spec=checkpoint.spec, layout=layout, ctx=ctx, ledger=ledger, stats=stats)
-
-
-def load_alone(
-    model_path: Path | str,
-    precision: str = "bf16",
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> LoadedModel:
-    """A whole model for this process alone, also where it is a rank of a group: other ranks have no part in it.
-
-    Raises as `load_sharded_weights`.
-    """
-    checkpoint = Checkpoint.open(model_path)
-    require_runnable(checkpoint.spec)
-    ctx = single_context(device)
-    model, ledger, stats = load_rank(checkpoint, ctx.layout, 0, precision=precision, dtype=dtype, device=device)
-    attach(model, ctx)
-    return LoadedModel(model=model, spec=checkpoint.spec, layout=ctx.layout, ctx=ctx, ledger=ledger, stats=stats)
 
 
 def load_rank(

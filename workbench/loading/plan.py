@@ -13,29 +13,84 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from workbench.base import LoadError, human
+from workbench.base import DTYPE_BITS, LoadError
 from workbench.checkpoint.checkpoint import Checkpoint
-from workbench.loading.source import Extent, Source, source_of
-from workbench.loading.transform import Transform, choose_transform
+from workbench.checkpoint.header import TensorEntry
+from workbench.loading.transform import DTYPES, Transform, choose_transform
 from workbench.nn.linear import MatrixStore
 from workbench.placement import Layout, Shard, place
-from workbench.placement.tiles import tile_unit
-from workbench.spec import TensorSpec, draft_tensors, published_tensors
+from workbench.spec import TensorSpec, published_tensors
 
 __all__ = ["Assignment", "Extent", "LoadPlan", "Source", "plan_load"]
 
 SHOWN = 6  # names listed per kind of problem; the rest is counted
-# Columns that one stored element stands for, where it is not one; and parts that hold none.
-CODES = {("weight_packed", torch.uint8): 2, ("weight_packed", torch.int32): 8, ("blocks", torch.uint8): 2}
-SCALES = ("weight_scale", "weight_scale_inv", "scales")
 MANY_SEGMENTS = 20_000_000  # some 20 seconds of calls; a K3 rank under tp=16, ep=16 has two million
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`count` segments of `length` bytes in one file, `stride` apart: the bytes of some rows of a tensor."""
+
+    file: str
+    offset: int
+    length: int
+    stride: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.length * self.count
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.stride * (self.count - 1) + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The piece of one stored tensor that this rank holds.
+
+    stored rows    |....[a b c]........[d e f]...|      `row_ranges`: (start, stop) pairs along dim 0
+    local rows           0 1 2          3 4 5
+    within a row   |....[=======]................|      `row_offset`, `row_bytes` out of `row_stride` bytes
+    """
+
+    entry: TensorEntry
+    row_ranges: tuple[tuple[int, int], ...]
+    row_shape: tuple[int, ...]  # local shape of one row
+    row_offset: int
+    row_bytes: int
+    row_stride: int
+
+    @property
+    def num_rows(self) -> int:
+        return sum(stop - start for start, stop in self.row_ranges)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.entry.dtype]
+
+    def extents(self, first: int, last: int) -> Iterator[Extent]:
+        """Bytes of local rows [first, last), in file order; rows that are whole in the file make one segment."""
+        base = 0
+        for start, stop in self.row_ranges:
+            low, high = max(first - base, 0), min(last - base, stop - start)
+            if low < high:
+                offset = self.entry.begin + (start + low) * self.row_stride + self.row_offset
+                count, length = high - low, self.row_bytes
+                if length == self.row_stride:
+                    count, length = 1, length * count
+                yield Extent(self.entry.file, offset, length, self.row_stride, count)
+            base += stop - start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
     """What fills one parameter (one slot of a stacked one): its sources by part, and what happens on the way.
-
-    Where the rows of two parameters alternate in the file, one assignment fills both; `param` is then the first.
 
     `padding` are the extents of stored rows beyond those in use, which must be zero.
     """
@@ -83,7 +138,7 @@ class LoadPlan:
         """Every byte range of this rank."""
         for x in self.assignments:
             for source in x.sources.values():
-                yield from source.whole()
+                yield from source.extents(0, source.num_rows)
             yield from x.padding
 
 
@@ -95,128 +150,104 @@ def plan_load(checkpoint: Checkpoint, model: nn.Module, layout: Layout, rank: in
     """
     wanted = {tensor.name: tensor for tensor in published_tensors(checkpoint.spec)}
     problems = _Problems(checkpoint)
-    drafts = {tensor.name for tensor in draft_tensors(checkpoint.spec)}
     for name in checkpoint.entries:
-        if name not in wanted and name not in drafts:
+        if name not in wanted:
             problems.add("no place in the model for", name)
     for tensor in wanted.values():
         problems.check_stored(tensor)
     problems.raise_if_any()
 
     coords = layout.coords(rank)
-    pieces: dict[tuple[tuple[str, ...], int | None], list[_Piece]] = {}
+    pieces: dict[tuple[str, int | None], list[Shard]] = {}
     bytes_assigned = 0
     for tensor in wanted.values():
         if tensor.part == "weight_shape":  # repeats what the other parts say
             continue
         shard = place(checkpoint.spec, layout, coords, tensor)
         if shard is not None:
-            for piece in _pieces(shard):
-                pieces.setdefault((piece.params, piece.slot), []).append(piece)
+            pieces.setdefault((tensor.param, shard.slot), []).append(shard)
             bytes_assigned += shard.num_bytes
     modules = dict(model.named_modules())
     assignments = []
-    for (params, slot), own in pieces.items():
-        assignment = _assign(checkpoint, modules, params, slot, own, problems)
+    for (param, slot), shards in pieces.items():
+        assignment = _assign(checkpoint, modules, param, slot, shards, problems)
         if assignment is not None:
             assignments.append(assignment)
     problems.check_filled(model, assignments)
     problems.raise_if_any()
     assignments.sort(key=lambda x: x.position)
-    notes = [*_stray_notes(checkpoint), *_draft_notes(checkpoint, drafts), *_segment_notes(assignments)]
+    notes = [*_stray_notes(checkpoint), *_segment_notes(assignments)]
     return LoadPlan(rank=rank, assignments=tuple(assignments), bytes_assigned=bytes_assigned, notes=tuple(notes))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """One parameter's share of a shard: all of it, or one expert of a fused tensor, or one part of that.
-
-    `params` are several where their rows alternate. `expert` counts as the file does, `part` the runs of rows.
-    """
-
-    shard: Shard
-    params: tuple[str, ...]
-    slot: int | None
-    expert: int | None = None
-    part: int | None = None
-
-
-def _pieces(shard: Shard) -> Iterator[_Piece]:
-    tensor = shard.tensor
-    params = (shard.param, *tensor.also_fills)
-    if tensor.num_stacked is None:
-        yield _Piece(shard=shard, params=params, slot=shard.slot)
-        return
-    ((first, last),) = shard.ranges[0]
-    for expert in range(first, last):
-        slot = expert - first
-        if tensor.is_interleaved or len(params) == 1:
-            yield _Piece(shard=shard, params=params, slot=slot, expert=expert)
-        else:
-            for part, param in enumerate(params):
-                yield _Piece(shard=shard, params=(param,), slot=slot, expert=expert, part=part)
 
 
 def _assign(
     checkpoint: Checkpoint,
     modules: dict[str, nn.Module],
-    params: tuple[str, ...],
+    param: str,
     slot: int | None,
-    pieces: list[_Piece],
+    shards: list[Shard],
     problems: _Problems,
 ) -> Assignment | None:
-    param, tile = params[0], tile_unit(checkpoint.spec)
-    sources: dict[str, Source] = {
-        piece.shard.tensor.part: source_of(
-            checkpoint.tensor(piece.shard.tensor.name), piece.shard, expert=piece.expert, part=piece.part, tile=tile
-        )
-        for piece in pieces
-    }
-    if len(sources) != len(pieces):
+    prefix, _, leaf = param.rpartition(".")
+    module = modules.get(prefix)
+    if module is None or not (isinstance(module, MatrixStore) or isinstance(getattr(module, leaf, None), nn.Parameter)):
+        problems.add("the model has no parameter for", f"{shards[0].tensor.name} ({param})")
+        return None
+    parts: dict[str, Source] = {shard.tensor.part: _source(checkpoint, shard) for shard in shards}
+    if len(parts) != len(shards):
         problems.add("filled more than once", param)
         return None
-    dtypes: dict[str, torch.dtype] = {part: source.dtype for part, source in sources.items()}
-    transforms: list[Transform] = []
-    local: tuple[int, ...] = ()
-    for name in params:
-        prefix, _, leaf = name.rpartition(".")
-        module = modules.get(prefix)
-        if isinstance(module, MatrixStore) and leaf == "weight":
-            transform = choose_transform(dtypes, module.scheme, prefix, module.parts, tile=tile)
-            local = module.logical_shape if slot is None else module.logical_shape[1:]
-        elif isinstance(parameter := getattr(module, leaf, None), nn.Parameter):
-            transform = choose_transform(dtypes, None, prefix, {leaf: parameter}, tile=tile)
-            local = tuple(parameter.shape if slot is None else parameter.shape[1:])
-        else:
-            problems.add("the model has no parameter for", f"{pieces[0].shard.tensor.name} ({name})")
-            return None
-        if transform is None:
-            problems.add("no way to turn what is stored into what the model holds", f"{name} from {sorted(sources)}")
-            return None
-        transforms.append(transform)
-    transform = transforms[0].in_turns(transforms[1:]) if len(transforms) > 1 else transforms[0]
-    padded = [p.shard for p in pieces if _stored_rows(checkpoint, p.shard.tensor) != _used_rows(p.shard.tensor)]
-    num_columns = math.prod(local[1:])
-    for part, source in sources.items():
-        logical = math.prod(source.row_shape) // source.turns * CODES.get((part, source.dtype), 1)
-        if not source.covers(local[0]) or (part not in SCALES and logical != num_columns):
-            problems.add(
-                "local shape differs", f"{param}: {source.stored_rows} rows of {source.row_shape} for {tuple(local)}"
-            )
-            return None
-    return Assignment(
+    dtypes: dict[str, torch.dtype] = {part: source.dtype for part, source in parts.items()}
+    if isinstance(module, MatrixStore):
+        transform = choose_transform(dtypes, module.scheme, prefix, module.parts)
+        local = module.logical_shape if slot is None else module.logical_shape[1:]
+    else:
+        parameter = getattr(module, leaf)
+        transform = choose_transform(dtypes, None, prefix, {leaf: parameter})
+        local = tuple(parameter.shape)
+    if transform is None:
+        problems.add("no way to turn what is stored into what the model holds", f"{param} from {sorted(parts)}")
+        return None
+    padded = [shard for shard in shards if _stored_rows(checkpoint, shard.tensor) != _used_rows(shard.tensor)]
+    assignment = Assignment(
         param=param,
         slot=slot,
-        sources=sources,
+        sources=parts,
         transform=transform.trimmed() if padded else transform,
         num_rows=local[0],
-        num_columns=num_columns * len(params),
+        num_columns=math.prod(local[1:]),
         padding=tuple(_padding(checkpoint, shard) for shard in padded),
+    )
+    for part, source in parts.items():
+        codes = {torch.uint8: 2, torch.int32: 8}.get(source.dtype, 1) if part == "weight_packed" else 1
+        logical = math.prod(source.row_shape) * codes
+        if source.num_rows != local[0] or (part != "weight_scale" and logical != assignment.num_columns):
+            problems.add(
+                "local shape differs", f"{param}: {source.num_rows} rows of {source.row_shape} for {tuple(local)}"
+            )
+            return None
+    return assignment
+
+
+def _source(checkpoint: Checkpoint, shard: Shard) -> Source:
+    entry = checkpoint.tensor(shard.tensor.name)
+    item = DTYPE_BITS[entry.dtype] // 8
+    columns = shard.ranges[1] if len(shard.ranges) > 1 else ((0, 1),)  # a vector has rows of one element
+    assert len(columns) == 1, f"{entry.name}: columns in several pieces"
+    assert all(ranges == ((0, size),) for ranges, size in zip(shard.ranges[2:], entry.shape[2:], strict=True))
+    start, stop = columns[0]
+    unit = item * math.prod(entry.shape[2:])
+    return Source(
+        entry=entry,
+        row_ranges=shard.ranges[0],
+        row_shape=shard.shape[1:],
+        row_offset=start * unit,
+        row_bytes=(stop - start) * unit,
+        row_stride=item * math.prod(entry.shape[1:]),
     )
 
 
 def _padding(checkpoint: Checkpoint, shard: Shard) -> Extent:
-    """Stored rows beyond those in use."""
     entry = checkpoint.tensor(shard.tensor.name)
     row_bytes = entry.num_bytes // entry.shape[0]
     begin = entry.begin + _used_rows(shard.tensor) * row_bytes
@@ -233,8 +264,8 @@ def _used_rows(tensor: TensorSpec) -> int:
 
 def _segment_notes(assignments: list[Assignment]) -> Iterator[str]:
     """A warning where columns are cut so finely that the number of reads, not their bytes, sets the loading time."""
-    cut = [s for x in assignments for s in x.sources.values() if s.is_cut]
-    segments = sum(source.stored_rows for source in cut)
+    cut = [s for x in assignments for s in x.sources.values() if s.row_bytes < s.row_stride]
+    segments = sum(source.num_rows for source in cut)
     if segments > MANY_SEGMENTS:
         mean = sum(source.num_bytes for source in cut) // segments
         yield f"column slices are read in {segments:,} segments of {mean} bytes on average; a larger ep would join them"
@@ -247,16 +278,6 @@ def _stray_notes(checkpoint: Checkpoint) -> Iterator[str]:
         if strays:
             shown = ", ".join(strays[:SHOWN]) + (", ..." if len(strays) > SHOWN else "")
             yield f"{file} holds {len(strays)} tensors that the index does not count there, not read: {shown}"
-
-
-def _draft_notes(checkpoint: Checkpoint, drafts: set[str]) -> Iterator[str]:
-    held = [entry for name, entry in checkpoint.entries.items() if name in drafts]
-    if held:
-        size = human(sum(entry.num_bytes for entry in held), "B")
-        yield (
-            f"{len(held)} tensors ({size}) of multi-token-prediction layers are kept apart and not read, from "
-            f"{held[0].name} on: the model is whole without them"
-        )
 
 
 class _Problems:

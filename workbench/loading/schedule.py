@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from workbench.base import LoadError
-from workbench.loading.plan import Assignment, LoadPlan
-from workbench.loading.source import Extent
+from workbench.loading.plan import Assignment, Extent, LoadPlan
 
 __all__ = ["Batch", "Chunk", "Read", "Window", "schedule"]
 
@@ -98,21 +97,18 @@ def _chunks(plan: LoadPlan, window: Window) -> Iterator[Chunk]:
 
 
 def _rows_that_fit(x: Assignment, window: Window) -> int:
-    unit = max(source.unit for source in x.sources.values())  # rows of one tile stay together
     staged = window.slot - 2 * ALIGN * len(x.sources)
     rows = staged // x.source_row_bytes
     per_row = x.transform.temporary_bytes * x.num_columns
     if per_row:
         rows = min(rows, window.temporary // per_row)
-    if rows < min(unit, x.num_rows):
-        what = "one row" if unit == 1 else f"a tile of {unit} rows"
+    if rows < 1:
         raise LoadError(
-            f"{x.param}: {what} ({x.source_row_bytes} bytes a row, {per_row} more to transform it) does not fit the "
-            "window",
+            f"{x.param}: one row ({x.source_row_bytes} bytes, {per_row} more to transform it) does not fit the window",
             found=f"slots of {window.slot} bytes and {window.temporary} for temporaries",
             next_step="Raise window_bytes",
         )
-    return x.num_rows if rows >= x.num_rows else rows // unit * unit
+    return min(rows, x.num_rows)
 
 
 def _batch(chunks: list[Chunk]) -> Batch:

@@ -13,7 +13,7 @@ from torch import Tensor
 from workbench.base import LoadError
 from workbench.loading.host_memory import HostMemory
 from workbench.loading.ledger import Ledger, SourceRef
-from workbench.loading.plan import SCALES, Assignment, LoadPlan
+from workbench.loading.plan import Assignment, LoadPlan
 from workbench.loading.reader import ShardReader
 from workbench.loading.schedule import Batch, Chunk, Window, schedule
 
@@ -93,24 +93,24 @@ class Writer:
         outputs, values = x.transform.apply(parts)
         for name, output in outputs.items():
             part = x.transform.targets[name]
-            names = [part] if not values and part in x.sources else list(x.sources)
+            names = [part] if values is None and part in x.sources else list(x.sources)
             self.ledger.record(name, x.slot, rows, sources=_refs(x, names), transform=x.transform.name)
             target = self.targets[name] if x.slot is None else self.targets[name][x.slot]
             target = target[slice(*rows)]
             target.copy_(output.reshape(target.shape))
             # Codes say little about the values they stand for; where those were at hand, they are what is checked.
-            shows_values = name in values and part in ("weight", "weight_packed")
-            self.ledger.observe(name, x.slot, values[name] if shows_values else target)
-            scale = next((parts[stored] for stored in SCALES if stored in parts), None)
-            if scale is not None and part != "weight_scale":
-                self.ledger.observe_scale(name, x.slot, scale)
+            shows_values = values is not None and part in ("weight", "weight_packed")
+            self.ledger.observe(name, x.slot, values if shows_values and values is not None else target)
+            if "weight_scale" in parts and part != "weight_scale":
+                self.ledger.observe_scale(name, x.slot, parts["weight_scale"])
 
     def _view(self, chunk: Chunk, part: str, staged: Tensor) -> Tensor:
         source, at = chunk.assignment.sources[part], chunk.staged[part]
-        raw = staged[at : at + chunk.extents[part].num_bytes]
+        num_rows = chunk.last - chunk.first
+        raw = staged[at : at + num_rows * source.row_bytes]
         if at % source.dtype.itemsize:  # a file may hold tensors at any byte
             raw = raw.clone()
-        return source.rows(raw)
+        return raw.view(source.dtype).view(num_rows, *source.row_shape)
 
     def _check_padding(self, chunk: Chunk, staged: Tensor) -> None:
         at, extent = chunk.staged["weight"], chunk.extents["weight"]
@@ -129,7 +129,7 @@ def _refs(x: Assignment, parts: list[str]) -> tuple[SourceRef, ...]:
     refs = []
     for part in parts:
         source = x.sources[part]
-        first = next(source.whole())
+        first = next(source.extents(0, source.num_rows))
         refs.append(SourceRef(source.entry.name, source.entry.file, first.offset, source.num_bytes))
     return tuple(refs)
 
