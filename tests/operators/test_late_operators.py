@@ -7,7 +7,7 @@ import sys
 
 IMPORT_ALL = """
 import pkgutil, sys, torch
-TORCHS_OWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "quantized", "mkldnn", "mkl", "higher_order", "debugprims"}
+TORCHS_OWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "quantized", "mkldnn", "mkl", "higher_order"}
 asked = []
 plain = type(torch.ops).__getattr__
 def look_up(self, name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from k3_published import SIZES, TOKENS
 from uses import differences, operators_of
 
-from workbench.base import ConfigError, LayoutError, LoadError, UnsupportedModelError
+from workbench.base import ConfigError, LayoutError, LoadError, UnsupportedModelError, peak_resident_bytes
 from workbench.checkpoint import k3_config
 from workbench.loading import load_sharded_weights
 from workbench.operators import CATEGORIES, Inventory, Workload, trace_inventory, trace_vision
@@ -271,7 +270,7 @@ def test_published_sizes_are_traced_fast_and_in_little_memory(k3: ModelSpec) -> 
         Workload(phase="decode", num_sequences=64, context=8192),
     )
     trace_inventory(k3, Layout(tp=2), decode, precision="mxfp4")  # torch's own tables are made once per process
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_resident_bytes()
     times = []
     for text in ("tp16xep16", "dp8xtp8xep64", "pp4xtp8xep8", "dp64xtp8xep128:all_to_all"):
         for workload in (prefill, decode):
@@ -279,7 +278,7 @@ def test_published_sizes_are_traced_fast_and_in_little_memory(k3: ModelSpec) -> 
             inventory = trace_inventory(k3, Layout.parse(text), workload, precision="mxfp4")
             times.append(time.process_time() - start)
             assert inventory.flops > 0
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    grown = peak_resident_bytes() - before
     assert sorted(times)[len(times) // 2] < 0.5, times
     assert max(times) < 1.5, times
     assert grown < 400e6

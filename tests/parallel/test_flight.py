@@ -113,7 +113,7 @@ def watch(folder: Path, found: list[tuple[float, FlightFinding]], *, limit_s: fl
 def test_real_ranks_that_drift_are_named_with_step_and_operation_before_anything_is_ended(
     fault: str, words: str, tmp_path: Path
 ) -> None:
-    """C01, C04: rank 1 leaves out one of 60 all-reduces; over gloo the rest pairs up wrongly until rank 0 hangs at the end."""
+    """C01, C04: rank 1 leaves out one of 60 all-reduces; the rest pairs up wrongly until rank 0 hangs at the end."""
     found: list[tuple[float, FlightFinding]] = []
     watcher = threading.Thread(target=watch, args=(tmp_path, found), kwargs={"limit_s": 60, "stall_s": 2.0})
     ranks = Ranks(2, timeout_s=200)

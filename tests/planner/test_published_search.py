@@ -13,15 +13,16 @@ from workbench.cluster import Topology, read_hardware
 from workbench.planner import Objective, plan
 
 SEARCH = """
-import json, resource, time
+import json, time
 from planner_samples import published
+from workbench.base import peak_resident_bytes
 from workbench.cluster import Topology, read_hardware
 from workbench.planner import Objective, plan
 began = time.process_time()
 report = plan(published(), Topology.of_hardware(read_hardware("h200"), 512), Objective(context=8192, concurrency=512))
 print(json.dumps({
     "seconds": time.process_time() - began,
-    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "peak": peak_resident_bytes(),
     "best": None if report.best is None else str(report.best),
     "considered": report.num_layouts,
     "devices": None if report.best is None else report.best.num_devices,

@@ -19,6 +19,7 @@ from workbench.base.errors import (
 )
 from workbench.base.files import read_small_file
 from workbench.base.plain import plain
+from workbench.base.process import peak_resident_bytes
 from workbench.base.quantity import BASES, Basis, Quantity
 from workbench.base.table import Cell, Table, human, printable, printable_lines
 from workbench.base.text import short_repr
@@ -46,6 +47,7 @@ __all__ = [
     "WorkerDiedError",
     "human",
     "num_bytes",
+    "peak_resident_bytes",
     "plain",
     "printable",
     "printable_lines",

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import socket
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from workbench.align.replay import replaying
-from workbench.base import DeploymentError, LoadError
+from workbench.base import DeploymentError, LoadError, peak_resident_bytes
 from workbench.deployment.capture import capturing, read_cache, to_numpy
 from workbench.deployment.records import LoadProgress, LoadReport, RankStats
 from workbench.loading import LoadedModel, load_sharded_weights
@@ -163,8 +162,7 @@ class RankCommands:
             pid=os.getpid(),
             device=str(device),
             resident_bytes=_resident_bytes(),
-            peak_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            * (1 if sys.platform == "darwin" else 1024),
+            peak_resident_bytes=peak_resident_bytes(),
             device_bytes=None if device.type == "cpu" else torch.accelerator.memory_allocated(device),
             cache_bytes=runner.cache.num_bytes,
             num_images=len(runner.features),

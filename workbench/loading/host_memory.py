@@ -6,6 +6,8 @@ import ctypes
 import resource
 import sys
 
+from workbench.base import peak_resident_bytes
+
 __all__ = ["HostMemory", "return_freed_memory"]
 
 
@@ -17,7 +19,7 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        (self.before, self.mapped), self.peak_before = _private_bytes(), _peak_bytes()
+        (self.before, self.mapped), self.peak_before = _private_bytes(), peak_resident_bytes()
         self.highest = self.before
 
     def sample(self) -> None:
@@ -27,7 +29,7 @@ class HostMemory:
     @property
     def growth(self) -> int:
         self.sample()
-        peak = _peak_bytes()
+        peak = peak_resident_bytes()
         if peak > self.peak_before:
             self.highest = max(self.highest, peak - self.mapped)
         return self.highest - self.before
@@ -50,15 +52,5 @@ def _private_bytes() -> tuple[int, int]:
         with open("/proc/self/statm") as file:
             _, resident, shared, *_ = (int(pages) * resource.getpagesize() for pages in file.read().split())
     except OSError:  # not Linux: only the peak is known
-        return _peak_bytes(), 0
+        return peak_resident_bytes(), 0
     return resident - shared, shared
-
-
-def _peak_bytes() -> int:
-    """Largest resident size so far. getrusage alone may tell that of the parent process, where that was larger."""
-    try:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
