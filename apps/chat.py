@@ -123,7 +123,7 @@ def build_app(
             clear_button = gr.Button("New conversation", size="sm", elem_id="clear")
         with gr.Accordion("Settings", open=False):
             tokens = gr.Slider(
-                1, max_tokens, value=min(128, max_tokens), step=1, label="Longest answer, tokens", elem_id="tokens"
+                1, max_tokens, value=min(256, max_tokens), step=1, label="Longest answer, tokens", elem_id="tokens"
             )
             temperature = gr.Slider(
                 0, 2, value=0, step=0.05, label="Temperature (0 takes the likeliest token)", elem_id="temperature"

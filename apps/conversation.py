@@ -25,6 +25,7 @@ TurnState = Literal["answering", "done", "stopped", "failed"]
 POLL_S = 0.2  # a stop is noticed at the next yield, so there is one at least this often, news or not
 THROTTLE_S = 0.05  # twenty updates a second are enough to read along; each costs the browser a redraw
 MAX_IMAGES = 8  # per question
+THOUGHT = "Thought first"  # title of what the model thought before its answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +37,12 @@ class Options:
 
 
 class ChatReply(Protocol):
-    """Pieces of text as they come, and the finished answer once they end; `close` ends them from any thread."""
+    """Pieces of text as they come, thoughts so far, and the finished answer; `close` ends them from any thread."""
 
     answer: Answer | None
 
+    @property
+    def thinking(self) -> str: ...
     def __iter__(self) -> Iterator[str]: ...
     def close(self) -> None: ...
 
@@ -63,6 +66,7 @@ class Turn:
 
     text: str
     images: tuple[str, ...] = ()
+    thinking: str = ""
     answer: str = ""
     state: TurnState = "answering"
     note: str = ""
@@ -85,15 +89,17 @@ class Conversation:
             raise RequestError("too many pictures in one question", found=len(images), expected=f"at most {MAX_IMAGES}")
         return Conversation((*self.turns, Turn(text=text, images=images)))
 
-    def answered(self, answer: str, state: TurnState, note: str) -> Conversation:
-        """With what has come back to the last question."""
-        return Conversation((*self.turns[:-1], replace(self.turns[-1], answer=answer, state=state, note=note)))
+    def answered(self, answer: str, state: TurnState, note: str, *, thinking: str = "") -> Conversation:
+        """With what has come back to the last question, and what was thought about it before."""
+        turn = replace(self.turns[-1], thinking=thinking, answer=answer, state=state, note=note)
+        return Conversation((*self.turns[:-1], turn))
 
     def stopped(self) -> Conversation:
         """With the last turn closed, if it was still open."""
         if not self.turns or self.turns[-1].state != "answering":
             return self
-        return self.answered(self.turns[-1].answer, "stopped", "stopped")
+        last = self.turns[-1]
+        return self.answered(last.answer, "stopped", "stopped", thinking=last.thinking)
 
     def prompt(self) -> tuple[list[Message], list[Path]]:
         """What the model reads: all turns but failed ones, pictures before the text of their question."""
@@ -105,19 +111,23 @@ class Conversation:
             messages.append(Message("user", [*(ImagePart() for _ in turn.images), TextPart(turn.text)]))
             images += map(Path, turn.images)
             if turn.state != "answering":
-                messages.append(Message("assistant", turn.answer))
+                messages.append(Message("assistant", turn.answer, thinking=turn.thinking))
         return messages, images
 
     def shown(self) -> list[dict[str, object]]:
-        """Entries of a chat window. Pictures go by path: encoded, they would be sent again with every update."""
+        """Entries of a chat window, thoughts as entries of their own that open and close.
+
+        Pictures go by path: encoded, they would be sent again with every update.
+        """
         entries: list[dict[str, object]] = []
         for turn in self.turns:
             entries += [{"role": "user", "content": {"path": path, "alt_text": "picture"}} for path in turn.images]
             answer = f"{turn.answer}\n\n⚠ {turn.note}".strip() if turn.state == "failed" else turn.answer
-            for role, text in (("user", turn.text), ("assistant", answer)):
-                # Escaped, for a chat window treats text as HTML even where it is told to render no markup: a model's
-                # output must not be able to make the visitor's browser fetch anything.
-                entries.append({"role": role, "content": html.escape(text, quote=False)})
+            entries.append(_entry("user", turn.text))
+            if turn.thinking:
+                entries.append({**_entry("assistant", turn.thinking), "metadata": {"title": THOUGHT}})
+            if answer or not turn.thinking:
+                entries.append(_entry("assistant", answer))
         return entries
 
 
@@ -141,22 +151,31 @@ def stream_answer(
         yield conversation.answered("", "failed", str(error))
         return
     pieces = _read_in_thread(reply)
-    text, end = "", None
+    text, thinking, end = "", "", None
     try:
         while end is None:
             news, end = _collect(pieces)
             text += "".join(news)
+            thinking = reply.thinking
             if end is None:
-                state = "writing" if text else "reading the question"
-                yield conversation.answered(text, "answering", f"{state}, {clock() - started_s:.1f} s")
+                state = "writing" if text else "thinking" if thinking else "reading the question"
+                note = f"{state}, {clock() - started_s:.1f} s"
+                yield conversation.answered(text, "answering", note, thinking=thinking)
         if isinstance(end, WorkbenchError):
-            yield conversation.answered(text, "failed", str(end))
+            yield conversation.answered(text, "failed", str(end), thinking=thinking)
         elif isinstance(end, _Ended):
-            yield conversation.answered(text, "done", _figures(reply.answer) if reply.answer else "")
+            note = _figures(reply.answer) if reply.answer else ""
+            yield conversation.answered(text, "done", note, thinking=thinking)
         else:
             raise end  # a bug of ours, to be seen in the log
     finally:
         reply.close()
+
+
+def _entry(role: str, text: str) -> dict[str, object]:
+    """Escaped, for a chat window treats text as HTML even where it is told to render no markup: a model's output must
+    not be able to make the visitor's browser fetch anything."""
+    return {"role": role, "content": html.escape(text, quote=False)}
 
 
 class _Ended:

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from workbench.serving import Answer, Message, Timings, Usage
 
-__all__ = ["ScriptedReply", "ScriptedService"]
+__all__ = ["ScriptedReply", "ScriptedService", "Thought"]
+
+
+class Thought(str):
+    """A piece of a script that is thought, not said."""
+
+    __slots__ = ()
 
 
 class ScriptedReply:
@@ -17,6 +23,7 @@ class ScriptedReply:
 
     def __init__(self, script: Sequence[str | BaseException], gate: threading.Semaphore | None) -> None:
         self.answer: Answer | None = None
+        self.thinking = ""
         self.is_closed = threading.Event()
         self.num_read = 0
         self._script, self._gate = script, gate
@@ -30,12 +37,15 @@ class ScriptedReply:
                 return
             if isinstance(piece, BaseException):
                 raise piece
+            if isinstance(piece, Thought):
+                self.thinking += piece
+                continue
             self.num_read += 1
             yield piece
         times = tuple(0.25 + 0.05 * i for i in range(len(self._script)))
         self.answer = Answer(
-            text="".join(piece for piece in self._script if isinstance(piece, str)),
-            thinking="",
+            text="".join(piece for piece in self._script if isinstance(piece, str) and not isinstance(piece, Thought)),
+            thinking=self.thinking,
             token_ids=(),
             logprobs=(),
             finish_reason="length",

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from scripted import ScriptedService
+from scripted import ScriptedService, Thought
 
 from apps import conversation as module
 from apps.conversation import Conversation, Options, stream_answer
@@ -155,6 +155,28 @@ def test_text_is_escaped_and_pictures_go_by_path() -> None:
     assert shown[0]["content"] == {"path": "/a.png", "alt_text": "picture"}
     for entry in shown[1:]:
         assert entry["content"] == "&lt;img src='http://198.51.100.7/x.png'&gt; &amp; &lt;script&gt;"
+
+
+def test_a_thought_is_shown_apart_and_read_again_with_the_next_question() -> None:
+    service = ScriptedService([Thought("Top left: "), Thought("<b>"), "A star."])
+    first = list(stream_answer(service, asked(), Options()))[-1]
+    assert first.shown()[1:] == [
+        {"role": "assistant", "content": "Top left: &lt;b&gt;", "metadata": {"title": module.THOUGHT}},
+        {"role": "assistant", "content": "A star."},
+    ]
+    messages, _ = first.ask("Why?").prompt()
+    assert (messages[1].content, messages[1].thinking) == ("A star.", "Top left: <b>")
+
+
+def test_while_it_only_thinks_the_thought_grows_and_can_be_stopped() -> None:
+    gate = threading.Semaphore(1)
+    steps = stream_answer(ScriptedService([Thought("hm"), "said"], gate=gate), asked(), Options())
+    while not (step := next(steps)).turns[-1].thinking:
+        pass
+    assert step.note.startswith("thinking")
+    assert [entry["content"] for entry in step.shown()[1:]] == ["hm"]
+    steps.close()
+    assert step.stopped().turns[-1].thinking == "hm"
 
 
 def test_two_visitors_share_nothing() -> None:

@@ -128,6 +128,8 @@ def test_an_address_that_nobody_answers_is_an_error_in_a_line(call: Call) -> Non
 class Scripted:
     """Says the number of messages and pictures it was given."""
 
+    thinking = "hm"
+
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
         self.closed = 0
@@ -137,6 +139,7 @@ class Scripted:
         if self.fails:
             raise RequestError("no")
         self.asked.append((len(messages), len(images)))
+        self.thoughts = [message.thinking for message in messages if message.role == "assistant"]
         return self
 
     @property
@@ -167,6 +170,8 @@ def test_a_conversation_grows_is_cleared_and_keeps_its_pictures(capsys) -> None:
     out = capsys.readouterr().out
     assert out.count("said ") == 4
     assert "\x1b" not in out, "what a model writes cannot steer the terminal"
+    assert run("one\ntwo\n", service) == 0
+    assert service.thoughts == ["hm"], "what it thought goes back with what it said"
 
 
 def test_a_question_that_fails_is_told_and_the_conversation_goes_on(capsys) -> None:

@@ -117,6 +117,7 @@ def served(
     processor: object = None,
     prefix_pages: int = 0,
     page_tokens: int = 256,
+    thinking_first: bool = False,
     **settings: Any,
 ) -> Iterator[Served]:
     """Served until the block ends; afterwards every slot must be free and every place empty."""
@@ -128,6 +129,7 @@ def served(
         processor or ImageProcessor(ImageSpec()),  # type: ignore[arg-type]
         prefix_pages=prefix_pages,
         page_tokens=page_tokens,
+        thinking=thinking_first,
     )
     settings = {"model": "k3", "port": 0, "drain_timeout_s": 5.0, **settings}
     with service, HttpServer(service, ServerSettings(**settings)) as server:

@@ -134,6 +134,16 @@ def test_thinking_comes_as_reasoning_content_and_goes_back_into_the_next_prompt(
     assert b"thinkfirst thisthinkresponsethen thatresponse" in prompt
 
 
+@pytest.mark.parametrize(("settings", "expected"), [({}, "so"), ({"thinking": False}, None)])
+def test_a_service_that_thinks_first_does_so_here_too_unless_the_server_is_told_otherwise(settings, expected):
+    runner = ScriptRunner(thought("so", "said"))
+    with served(runner, thinking_first=True, **settings) as server:
+        messages = [
+            server.post(ask(**more)).json["choices"][0]["message"] for more in ({}, {"reasoning_effort": "none"})
+        ]
+    assert [message.get("reasoning_content") for message in messages] == [expected, None]
+
+
 def test_the_effort_is_told_as_a_system_message_of_its_kind():
     runner = ScriptRunner(said("ok"))
     with served(runner) as server:

@@ -93,6 +93,17 @@ def test_thinking_is_kept_apart_and_stop_strings_apply_to_the_answer_only():
     assert (answer.thinking, answer.text) == ("first ab ", "then 1")
 
 
+def test_a_service_may_think_first_unless_a_question_says_otherwise():
+    script = [*b"so ", MARKS.close, *b"think", MARKS.sep, MARKS.open, *b"response", MARKS.sep, *said("said")]
+    with service_of(ScriptRunner(script), thinking=True) as service:
+        assert service.infer("hi").thinking == "so "
+        assert service.infer("hi", thinking=False).thinking == ""
+        assert service.infer("hi", thinking=True).thinking == "so "
+        reply = service.stream("hi")
+        assert "".join(reply) == "said"
+        assert reply.thinking == "so "
+
+
 @pytest.mark.parametrize("how", ["close", "with", "drop"])
 def test_leaving_a_stream_early_aborts_once_and_frees_the_slot(how):
     runner = ScriptRunner([97], num_slots=1)

@@ -17,6 +17,7 @@ from workbench.cli import main
 from workbench.exam import run as exam_run
 from workbench.exam.record import EXAM_NAME, ExamReport, LayerLoad, read_exam
 from workbench.exam.run import run_exam
+from workbench.serving.open import thinks_first
 from workbench.spec import read_spec
 from workbench.training.data.exam import ExamItem
 from workbench.training.data.score import Mark, ScoreTable
@@ -40,10 +41,11 @@ def examined(monkeypatch: pytest.MonkeyPatch, out: Path, *answers: Answer, **opt
     real, rounds = exam_run.answer_items, iter(answers)
     current = answers[-1]
 
-    def replies(model: Any, ctx: Any, tokenizer: Any, items: Sequence[ExamItem]) -> list[str]:
+    def replies(model: Any, ctx: Any, tokenizer: Any, items: Sequence[ExamItem], *, thinking: bool) -> list[str]:
         nonlocal current
         current = next(rounds, current)
-        real(model, ctx, tokenizer, items[:1], max_new_tokens=2)
+        assert thinking == thinks_first(out / "model")
+        real(model, ctx, tokenizer, items[:1], thinking=thinking, max_new_tokens=2)
         return [current(item) for item in items]
 
     monkeypatch.setattr(exam_run, "answer_items", replies)

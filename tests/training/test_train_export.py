@@ -100,6 +100,7 @@ def test_names_files_and_texts_are_those_of_the_published_form(run: tuple[TrainC
     assert tokenizer.decode(tokenizer.encode("a red circle")) == "a red circle"
     generation = json.loads((root / "generation_config.json").read_text())
     assert generation["eos_token_id"] == tokenizer.markers.end_of_msg
+    assert generation["thinking"] is config.thinking is False
     origin = json.loads((root / "origin.json").read_text())
     assert origin["weights"] == "trained"
     assert origin["steps"] == 4

@@ -94,28 +94,32 @@ def test_a_vocabulary_that_the_text_cannot_fill_is_refused() -> None:
         train_tokenizer(["one two three"], 2048)
 
 
+@pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("kind", CHAT_KINDS)
 def test_learnt_ids_are_exactly_what_an_assistant_generates(
-    kind: str, tokenizer: Tokenizer, facts: tuple[Fact, ...]
+    kind: str, thinking: bool, tokenizer: Tokenizer, facts: tuple[Fact, ...]
 ) -> None:
     rng = np.random.default_rng(1)
-    for _ in range(40):
-        chat = make_chat(rng, facts, only(kind))
+    for _ in range(30):
+        chat = make_chat(rng, facts, only(kind, thinking_share=float(thinking)))
+        assert chat.thinking == thinking
         processor = ImageProcessor(ImageSpec())
         sample = tokenise_chat(chat, tokenizer, processor)
         ids = sample.token_ids.tolist()
         learnt = np.flatnonzero(sample.learnt)
         runs = np.split(learnt, np.flatnonzero(np.diff(learnt) > 1) + 1)
-        answers = [parse_answer(sample.token_ids[run].tolist(), tokenizer) for run in runs]
-        expected = [message.content for message in chat.messages if message.role == "assistant"]
-        assert [answer.response for answer in answers] == expected
+        answers = [parse_answer(sample.token_ids[run].tolist(), tokenizer, thinking=thinking) for run in runs]
+        said = [message for message in chat.messages if message.role == "assistant"]
+        assert [answer.response for answer in answers] == [message.content for message in said]
+        assert [answer.thinking for answer in answers] == [message.thinking if thinking else "" for message in said]
         assert all(answer.is_complete for answer in answers)
         # Every answer is learnt behind the very prompt that serving would build for it.
         images = [processor.process(scene_image(scene)) for scene in chat.scenes]
         for number, run in enumerate(runs):
             before = chat.messages[: 2 * number + 1]
             places = sum(len(m.parts) > 1 for m in before)
-            assert tuple(ids[: run[0]]) == render_chat(before, tokenizer, images[:places]).token_ids
+            prompt = render_chat(before, tokenizer, images[:places], thinking=thinking)
+            assert tuple(ids[: run[0]]) == prompt.token_ids
 
 
 def test_image_rows_are_the_media_pads_in_order(stream: SampleStream, tokenizer: Tokenizer) -> None:
@@ -212,6 +216,15 @@ def test_shares_of_the_mixture_are_met_and_half_of_the_pictures_are_described(fa
     assert all(split_of(scene) == "train" for chat in chats for scene in chat.scenes)
 
 
+def test_that_share_of_the_chats_thinks_and_only_the_others_ask_for_lists(facts: tuple[Fact, ...]) -> None:
+    rng, mixture = np.random.default_rng(6), only("picture", thinking_share=0.3, list_share=1.0, description_share=0.0)
+    chats = [make_chat(rng, facts, mixture) for _ in range(800)]
+    assert 0.25 < sum(chat.thinking for chat in chats) / len(chats) < 0.35
+    texts = [(chat.thinking, {m.content for m in chat.messages if isinstance(m.content, str)}) for chat in chats]
+    assert not any("How many are there of each?" in text for thinking, text in texts if thinking)
+    assert any("How many are there of each?" in text for thinking, text in texts if not thinking)
+
+
 def test_questions_without_their_picture_get_the_same_polite_answer(facts: tuple[Fact, ...]) -> None:
     chat = make_chat(np.random.default_rng(7), facts, only("no_picture"))
     assert (chat.scenes, chat.messages[1].content) == ((), NO_PICTURE_ANSWER)
@@ -228,7 +241,9 @@ def test_a_picture_never_comes_after_its_question(facts: tuple[Fact, ...]) -> No
         assert shown_at <= asked_at
 
 
-@pytest.mark.parametrize("changes", [{"picture": 0.5}, {"facts": -0.2, "picture": 1.1}, {"description_share": 1.5}])
+@pytest.mark.parametrize(
+    "changes", [{"picture": 0.5}, {"facts": -0.2, "picture": 1.1}, {"description_share": 1.5}, {"thinking_share": -0.1}]
+)
 def test_a_mixture_that_is_none_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="shares"):
         Mixture(**changes)

@@ -18,7 +18,15 @@ def add(commands: Commands) -> None:
     deployment_arguments(generate)
     generate.add_argument("text", help="the question")
     generate.add_argument("--image", type=Path, action="append", default=[], help="picture to look at; may be repeated")
-    generate.add_argument("--max-tokens", type=count, default=64, help="longest answer (default 64)")
+    generate.add_argument(
+        "--max-tokens", type=count, default=128, help="longest answer, thoughts included (default 128)"
+    )
+    generate.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="let the model think first, or not (default: as its generation config says)",
+    )
     generate.add_argument("--temperature", type=temperature, default=0.0, help="0 takes the likeliest token (default)")
     generate.add_argument("--seed", type=int, default=0, help="of the draws above temperature 0 (default 0)")
 
@@ -51,6 +59,7 @@ def _generate(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             temperature=args.temperature,
             seed=args.seed,
+            thinking=args.thinking,
         )
     show(args, answer)
     return 0

@@ -52,7 +52,12 @@ def add(commands: Commands) -> None:
         metavar="https://HOST",
         help="site whose pictures may be fetched; may be repeated (default: only pictures inside the request)",
     )
-    serve.add_argument("--thinking", action="store_true", help="let the model think first unless a request says no")
+    serve.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="let the model think first, or not, unless a request says so (default: as its generation config says)",
+    )
 
     chat = command(commands, "chat", _chat, "a conversation in the terminal, with N ranks or with a server")
     deployment_arguments(chat, path_type=str, path_help="checkpoint folder, or address such as http://HOST:8000/v1")

@@ -22,6 +22,8 @@ HELP = """/image FILE   a picture for the next question    /clear   begin anew
 class ChatReply(Protocol):
     answer: Answer | None
 
+    @property
+    def thinking(self) -> str: ...
     def __iter__(self) -> Iterator[str]: ...
     def close(self) -> None: ...
 
@@ -117,7 +119,7 @@ class Terminal:
             self._show("\n")
         elif reply.answer is not None:
             print_json(reply.answer.to_json())
-        self._messages += [question, Message("assistant", "".join(pieces))]
+        self._messages += [question, Message("assistant", "".join(pieces), thinking=reply.thinking)]
         self._shown, self._images = images, []
 
     @staticmethod

@@ -16,6 +16,7 @@ from workbench.base import Table, WorkbenchError
 from workbench.day0.gates import GateBook
 from workbench.report import Picture, SampleAnswer, Section
 from workbench.serving import Answer, MultimodalInferenceService
+from workbench.training.answers import MAX_NEW_TOKENS
 from workbench.training.data.domain import read_facts
 from workbench.training.data.exam import ExamItem, fact_exam, picture_exam, with_blank_pictures
 from workbench.training.data.questions import Kind
@@ -28,7 +29,6 @@ PICTURE_KINDS: tuple[Kind, ...] = ("shape", "colour", "count", "position", "digi
 PER_KIND, NUM_FACTS = 3, 6
 SEED = 1  # other scenes than those of `workbench exam`
 NUM_TRAINING_QUESTIONS = 200  # of each kind, for the chance level
-MAX_TOKENS = 96  # the longest trained answer has fewer
 NUM_PARALLEL = 8
 
 
@@ -95,7 +95,7 @@ def _ask_all(service: MultimodalInferenceService, items: Sequence[ExamItem]) -> 
 def _ask(service: MultimodalInferenceService, item: ExamItem) -> Known:
     try:
         pictures = [_png(scene_image(item.scene))] if item.scene else None
-        answer = service.infer(item.text, pictures, max_tokens=MAX_TOKENS, temperature=0.0)
+        answer = service.infer(item.text, pictures, max_tokens=MAX_NEW_TOKENS, temperature=0.0)
     except WorkbenchError as error:
         return Known(item=item, answer=None, reason=f"{type(error).__name__}: {error}")
     return Known(item=item, answer=answer)
@@ -139,7 +139,7 @@ def _sample(known: Known) -> SampleAnswer:
         pictures=pictures,
         num_prompt_tokens=known.answer.usage.prompt_tokens,
         num_tokens=known.answer.usage.completion_tokens,
-        note=f"{known.item.kind}, held out",
+        note=f"{known.item.kind}, held out" + (f"; thought: {known.answer.thinking}" if known.answer.thinking else ""),
     )
 
 

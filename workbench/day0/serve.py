@@ -22,7 +22,7 @@ from workbench.view import latency_bars
 
 __all__ = ["measure_answers"]
 
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

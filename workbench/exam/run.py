@@ -20,6 +20,7 @@ from workbench.loading import load_sharded_weights
 from workbench.nn.model import Model
 from workbench.parallel import RankContext
 from workbench.serving.inputs import Tokenizer, read_tokenizer
+from workbench.serving.open import thinks_first
 from workbench.spec import read_json, read_spec
 from workbench.training.answers import answer_items
 from workbench.training.balance import LoadMeter
@@ -69,7 +70,7 @@ def run_exam(
             pictures = picture_exam(per_kind)
             items = [*pictures, *_spread(fact_exam(read_facts()), num_facts)]
             guesser = BlindGuesser(picture_exam(NUM_TRAINING_QUESTIONS, split="train"))
-            asker = _Asker(loaded.ctx, tokenizer, tell)
+            asker = _Asker(loaded.ctx, tokenizer, tell, thinking=thinks_first(root))
             meter = LoadMeter(loaded.model)
             try:
                 replies = asker.ask(loaded.model, items, "held-out questions")
@@ -104,13 +105,13 @@ def run_exam(
 class _Asker:
     """Puts questions to models, says how long that took and counts the answers."""
 
-    def __init__(self, ctx: RankContext, tokenizer: Tokenizer, tell: Callable[[str], None]) -> None:
-        self.ctx, self.tokenizer, self.tell = ctx, tokenizer, tell
+    def __init__(self, ctx: RankContext, tokenizer: Tokenizer, tell: Callable[[str], None], *, thinking: bool) -> None:
+        self.ctx, self.tokenizer, self.tell, self.thinking = ctx, tokenizer, tell, thinking
         self.num_answers, self.seconds = 0, 0.0
 
     def ask(self, model: Model, items: Sequence[ExamItem], what: str) -> list[str]:
         began = time.perf_counter()
-        replies = answer_items(model, self.ctx, self.tokenizer, items)
+        replies = answer_items(model, self.ctx, self.tokenizer, items, thinking=self.thinking)
         seconds = time.perf_counter() - began
         self.num_answers, self.seconds = self.num_answers + len(items), self.seconds + seconds
         self.tell(f"{len(items):,} {what}: {seconds:.0f} s")
@@ -168,6 +169,7 @@ def _settings(precision: str, model: Model, asker: _Asker) -> dict[str, object]:
     versions = read_versions()
     return {
         "precision": precision,
+        "thinking": asker.thinking,
         "activations": str(model.dtype).removeprefix("torch."),
         "device": str(asker.ctx.device),
         "answers": asker.num_answers,

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from workbench.base import LoadError
+from workbench.nn.arithmetic import linear
 from workbench.nn.quant import Scheme
 
 __all__ = ["Linear", "MatrixStore", "StackedLinear"]
@@ -105,7 +105,7 @@ class Linear(MatrixStore):
         super().__init__((out_dim, in_dim), scheme=scheme, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dense(x.dtype))
+        return linear(x, self.dense(x.dtype))
 
 
 class StackedLinear(MatrixStore):

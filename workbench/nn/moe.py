@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from workbench.base import LoadError
 from workbench.nn.activation import gated_activation
+from workbench.nn.arithmetic import linear
 from workbench.nn.ffn import GatedFFN
 from workbench.nn.gather import RowMap
 from workbench.nn.linear import Linear, StackedLinear
@@ -95,7 +96,7 @@ class Experts(nn.Module):
 
     def one(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         """One expert on its tokens: (n, L) -> (n, L)."""
-        return F.linear(gated_activation(self.activation, F.linear(x, w1), F.linear(x, w3)), w2)
+        return linear(gated_activation(self.activation, linear(x, w1), linear(x, w3)), w2)
 
 
 def group_by_expert(slots: Tensor, num_local: int) -> tuple[Tensor, list[int]]:

@@ -135,6 +135,11 @@ class RemoteReply:
     def __next__(self) -> str:
         return next(self._pieces)
 
+    @property
+    def thinking(self) -> str:
+        """What the model has thought so far."""
+        return "".join(self._thinking)
+
     def close(self) -> None:
         self._is_closed = True
         if self._socket is not None:

@@ -66,14 +66,15 @@ class Answer:
         return self.text
 
     def render(self) -> str:
-        """The text, and a line of counts and times."""
+        """What it thought, where it did, the text, and a line of counts and times."""
         first, rest = self.timings.first_token_s, self.timings.per_token_s
         times = [f"first token after {first:.3f} s"] if first is not None else []
         times += [f"then {rest:.4f} s per token"] if rest is not None else []
         counts = (
             f"{self.usage.prompt_tokens} prompt tokens, {self.usage.completion_tokens} generated, {self.finish_reason}"
         )
-        return f"{printable_lines(self.text)}\n\n{'; '.join([counts, *times])}"
+        thought = f"({printable_lines(self.thinking)})\n\n" if self.thinking else ""
+        return f"{thought}{printable_lines(self.text)}\n\n{'; '.join([counts, *times])}"
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -133,6 +134,11 @@ class Reply:
         if self.answer is None:
             raise RequestError("an interrupt has ended this reply before its answer was whole")
         return self.answer
+
+    @property
+    def thinking(self) -> str:
+        """What the model has thought so far."""
+        return "".join(self._thinking)
 
     def close(self) -> None:
         """Stop the request, from any thread; whoever reads it sees it end. Harmless after the end."""

@@ -47,7 +47,7 @@ class AnswerOptions(TypedDict, total=False):
     top_p: float
     seed: int | None
     stop: Sequence[str]
-    thinking: bool
+    thinking: bool | None
     json_schema: Mapping[str, Any] | None
     regex: str | None
 
@@ -65,8 +65,8 @@ class MultimodalInferenceService:
             print(service.infer("What is in the picture?", Path("cat.png")).text)
 
     May be used from many threads; requests share the model's steps. `step_tokens` is the most new tokens per step and
-    replica, `max_queue` the most requests that wait; `prefix_pages` and `page_tokens` are as in `Engine`. Closing the
-    service leaves the runner open.
+    replica, `max_queue` the most requests that wait; `prefix_pages` and `page_tokens` are as in `Engine`. With
+    `thinking` the model thinks first unless a question says otherwise. Closing the service leaves the runner open.
     """
 
     def __init__(
@@ -79,7 +79,9 @@ class MultimodalInferenceService:
         max_queue: int = 256,
         prefix_pages: int = 0,
         page_tokens: int = 256,
+        thinking: bool = False,
     ) -> None:
+        self.thinking = thinking
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
         self.grammars = Grammars(tokenizer)
         self.engine = Engine(
@@ -133,16 +135,17 @@ class MultimodalInferenceService:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: Sequence[str] = (),
-        thinking: bool = False,
+        thinking: bool | None = None,
         json_schema: Mapping[str, Any] | None = None,
         regex: str | None = None,
     ) -> Reply:
         """As `infer` or `chat`, but returns at once: iterate the reply for pieces of text, close it to abort.
 
         `stop` strings end the answer and are not part of it; `seed` None draws one; `thinking` lets the model think
-        first, into `Answer.thinking`. The answer's text is held to `json_schema` or `regex`. The rest is as in
-        `SamplingParams`.
+        first, into `Answer.thinking`; None is the service's own. The answer's text is held to `json_schema` or `regex`.
+        The rest is as in `SamplingParams`.
         """
+        thinking = self.thinking if thinking is None else thinking
         prompt, images = self.prepare(text_or_messages, image_input, thinking=thinking)
         sampling = SamplingParams(
             temperature=temperature,

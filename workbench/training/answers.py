@@ -20,9 +20,9 @@ from workbench.serving.inputs import ImageInput, ImageProcessor, Tokenizer, norm
 from workbench.training.data.exam import ExamItem
 from workbench.training.data.scenes import scene_image
 
-__all__ = ["answer_items"]
+__all__ = ["MAX_NEW_TOKENS", "answer_items"]
 
-MAX_NEW_TOKENS = 96  # the longest trained answer, a full description, has fewer
+MAX_NEW_TOKENS = 128  # the longest trained answer, a look through all of a picture and what it gives, has fewer
 
 
 def answer_items(
@@ -31,14 +31,18 @@ def answer_items(
     tokenizer: Tokenizer,
     items: Sequence[ExamItem],
     *,
+    thinking: bool = False,
     max_new_tokens: int = MAX_NEW_TOKENS,
     batch_size: int = 64,
 ) -> list[str]:
-    """The replies to `items`, which are this replica's: the same on all its ranks, as many as they like on others."""
+    """The replies to `items`, which are this replica's: the same on all its ranks, as many as they like on others.
+
+    With `thinking` the model thinks before each reply; what it thinks is no part of it.
+    """
     replies: list[str] = []
     num_batches = -(-len(items) // batch_size)
     for start in range(0, int(_most(ctx, num_batches)) * batch_size, batch_size):
-        replies += _Exam(model, ctx, tokenizer, items[start : start + batch_size], max_new_tokens).run()
+        replies += _Exam(model, ctx, tokenizer, items[start : start + batch_size], thinking, max_new_tokens).run()
     return replies
 
 
@@ -46,14 +50,22 @@ class _Exam:
     """One batch of questions."""
 
     def __init__(
-        self, model: Model, ctx: RankContext, tokenizer: Tokenizer, items: Sequence[ExamItem], max_new_tokens: int
+        self,
+        model: Model,
+        ctx: RankContext,
+        tokenizer: Tokenizer,
+        items: Sequence[ExamItem],
+        thinking: bool,
+        max_new_tokens: int,
     ) -> None:
-        self.model, self.ctx, self.tokenizer, self.max_new_tokens = model, ctx, tokenizer, max_new_tokens
+        self.model, self.ctx, self.tokenizer = model, ctx, tokenizer
+        self.thinking, self.max_new_tokens = thinking, max_new_tokens
         assert model.spec.image is not None
         processor = ImageProcessor(model.spec.image)
         self.images = [[processor.process(scene_image(item.scene))] if item.scene else [] for item in items]
         self.prompts = [
-            render_chat(item.messages, tokenizer, images) for item, images in zip(items, self.images, strict=True)
+            render_chat(item.messages, tokenizer, images, thinking=thinking)
+            for item, images in zip(items, self.images, strict=True)
         ]
         self.new: list[list[int]] = [[] for _ in items]
         longest = max((len(prompt.token_ids) for prompt in self.prompts), default=1)
@@ -80,7 +92,7 @@ class _Exam:
             if not _most(self.ctx, len(active)):
                 break
             batch = self._decode(active)
-        return [parse_answer(ids, self.tokenizer).response for ids in self.new]
+        return [parse_answer(ids, self.tokenizer, thinking=self.thinking).response for ids in self.new]
 
     def _advance(self, batch: TokenBatch) -> list[int]:
         """One pass; the likeliest next token of each sequence, the same on all ranks of the replica."""

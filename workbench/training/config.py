@@ -140,6 +140,11 @@ class TrainConfig:
         return self.pack_tokens * self.micro_batches
 
     @property
+    def thinking(self) -> bool:
+        """Whether the trained model thinks before it answers, unless it is asked not to."""
+        return self.mixture.thinking_share > 0
+
+    @property
     def qat_first_step(self) -> int:
         """First step (from 0) that sees quantised weights; `steps` for never."""
         return round(self.qat_start * self.steps)

@@ -79,7 +79,7 @@ def write_published(config: TrainConfig, parameters: Mapping[str, Tensor], root:
         total += write_shard(root / file, group, data)
         index |= {tensor.name: file for tensor in group}
     write_index(root, index, total)
-    generation = {"max_length": spec.max_context, "eos_token_id": spec.tokens.eos}
+    generation = {"max_length": spec.max_context, "eos_token_id": spec.tokens.eos, "thinking": config.thinking}
     for name, record in (
         ("config.json", config.model_config()),
         ("preprocessor_config.json", preprocessor_config()),

@@ -38,6 +38,7 @@ from workbench.training.data.labels import (
     place_tokens,
 )
 from workbench.training.data.scenes import PLACES, Scene, SceneKind, make_scene, scene_image
+from workbench.training.muon import Matrix, Muon
 from workbench.training.optimiser import learning_rate_share
 
 __all__ = ["LabelledBatch", "Readers", "TowerLesson", "draw_batch", "word_vectors"]
@@ -177,12 +178,12 @@ class TowerLesson:
             torch.manual_seed(seed)
             self.readers = Readers(spec.hidden_size, words)
         named = dict(self.model.named_parameters())
-        hidden = [p for name, p in named.items() if p.ndim == 2 and "pos_embed" not in name]
-        rest = [p for p in named.values() if all(p is not h for h in hidden)]
+        rest = [p for name, p in named.items() if not _is_hidden(name, p)]
         self.parameters = [*named.values(), *self.readers.parameters()]
-        self.muon = torch.optim.Muon(
-            hidden, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)  # summed in place, read by both optimisers
+        matrices = {name: Matrix(p.detach(), _grad(p), dp) for name, p in named.items() if _is_hidden(name, p)}
+        self.muon = Muon(matrices, weight_decay=config.weight_decay)
         self.adam = torch.optim.AdamW(
             [*rest, *self.readers.parameters()],
             lr=config.adam_lr,
@@ -197,25 +198,34 @@ class TowerLesson:
         batch = draw_batch(self.spec, self.processor, self.seed, step, pictures)
         losses, divisors, right = self.readers(self.model.encode_images(batch.pixels, batch.grids), batch)
         loss = (losses / self.dp.all_reduce(divisors)).sum()
-        self.model.zero_grad()
-        self.readers.zero_grad()
+        for parameter in self.parameters:
+            _grad(parameter).zero_()
         loss.backward()
         self._sum_gradients()
         share = learning_rate_share(step, self.config.steps, self.schedule)
-        for optimiser, rate in ((self.muon, self.config.muon_lr), (self.adam, self.config.adam_lr)):
-            for group in optimiser.param_groups:
-                group["lr"] = rate * share
-            optimiser.step()
+        self.muon.step(self.config.muon_lr * share)
+        for group in self.adam.param_groups:
+            group["lr"] = self.config.adam_lr * share
+        self.adam.step()
         own_loss = torch.tensor([loss.item(), 1 / self.dp.size], dtype=torch.float64)
         marks = self.dp.all_reduce(torch.stack([own_loss, *right.values()]))
         names = ("loss", *right)
         return {name: value / max(1.0, of) for name, (value, of) in zip(names, marks.tolist(), strict=True)}
 
     def _sum_gradients(self) -> None:
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = [_grad(parameter) for parameter in self.parameters]
         total = self.dp.all_reduce(torch.cat([grad.flatten() for grad in grads]))
         for grad, summed in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(summed.view_as(grad))
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+
+def _is_hidden(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and "pos_embed" not in name
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "gradients are made once and kept"
+    return parameter.grad

@@ -56,7 +56,8 @@ def prepare_chat(
 ) -> list[Ask]:
     """The choices that a chat of `tenant` asks for. Raises ApiError, RequestError and ImageError where it cannot be."""
     check_choices(fields, settings)
-    thinking = fields.wants_thinking(settings.thinking)
+    default = service.thinking if settings.thinking is None else settings.thinking
+    thinking = fields.wants_thinking(default)
     images: list[bytes] = []
     messages = [_message(message, images, settings) for message in fields.messages]
     if thinking and fields.reasoning_effort is not None:

@@ -31,7 +31,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Mapping[str, str] = field(default_factory=dict)
-    thinking: bool = False
+    thinking: bool | None = None  # unless a request says so; None: as the service does
     default_max_tokens: int = 1024
 
     max_waiting: int = 64

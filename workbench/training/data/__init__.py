@@ -16,7 +16,8 @@ from workbench.training.data.exam import (
     with_blank_pictures,
     with_shuffled_pictures,
 )
-from workbench.training.data.questions import KINDS, Kind, Question, ask, caption
+from workbench.training.data.looking import caption
+from workbench.training.data.questions import KINDS, Kind, Question, ask
 from workbench.training.data.samples import PackedBatch, Sample, SampleStream, pack_samples, tokenise_chat
 from workbench.training.data.scenes import Scene, draw_scene, make_scene, scene_image, split_of
 from workbench.training.data.score import BlindGuesser, Mark, ScoreTable, is_right, score, wilson_interval

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from workbench.serving.inputs import ImagePart, Message, TextPart
 from workbench.training.data.domain import Fact, ask_fact
 from workbench.training.data.lists import ask_list
+from workbench.training.data.looking import caption
 from workbench.training.data.phrasing import one_of
-from workbench.training.data.questions import Question, ask, caption, describe, follow_up, kinds_of
+from workbench.training.data.questions import Question, ask, describe, follow_up, kinds_of
 from workbench.training.data.scenes import Scene, make_scene
 
 __all__ = ["CHAT_KINDS", "NO_PICTURE_ANSWER", "Chat", "ChatKind", "Mixture", "make_chat", "picture_message"]
@@ -39,6 +40,8 @@ class Mixture:
     facts          one to three facts, no picture
     mixed          a picture and its question, and a fact
     no_picture     a question about a picture that is not there
+
+    In `thinking_share` of the chats the assistant thinks before it answers; lists are asked for in the others only.
     """
 
     picture: float = 0.68
@@ -49,55 +52,61 @@ class Mixture:
     no_picture: float = 0.01
     description_share: float = 0.5
     list_share: float = 0.0
+    thinking_share: float = 0.0
 
     def __post_init__(self) -> None:
         shares = [getattr(self, kind) for kind in CHAT_KINDS]
-        parts = (self.description_share, self.list_share)
+        parts = (self.description_share, self.list_share, self.thinking_share)
         if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6 or not 0 <= min(parts) <= max(parts) <= 1:
             raise ValueError(f"shares {shares} do not sum to one, or one of {parts} is no share: {self}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
-    """Messages in turns, user first; `scenes` are those of the ImageParts in order of appearance."""
+    """Messages in turns, user first; `scenes` are those of the ImageParts in order of appearance.
+
+    `thinking` tells whether it is rendered with the channel of the assistant's thoughts, which its messages hold.
+    """
 
     kind: ChatKind
     messages: tuple[Message, ...]
     scenes: tuple[Scene, ...] = ()
+    thinking: bool = False
 
 
 def make_chat(rng: np.random.Generator, facts: Sequence[Fact], mixture: Mixture) -> Chat:
     """A chat of the training side: scenes and phrasings that are held out do not occur."""
     shares = np.cumsum([getattr(mixture, kind) for kind in CHAT_KINDS])
     kind = CHAT_KINDS[min(int(np.searchsorted(shares, rng.random(), side="right")), len(CHAT_KINDS) - 1)]
+    thinking = bool(mixture.thinking_share) and bool(rng.random() < mixture.thinking_share)
     if kind == "facts":
         turns = [_fact_turn(rng, facts) for _ in range(int(rng.integers(1, 4)))]
-        return Chat(kind=kind, messages=_in_turns(turns))
+        return Chat(kind=kind, messages=_in_turns(turns), thinking=thinking)
     if kind == "no_picture":
         question = _some_question(make_scene(rng), rng)
-        return Chat(kind=kind, messages=_in_turns([(question.text, NO_PICTURE_ANSWER)]))
+        return Chat(kind=kind, messages=_in_turns([_Turn(question.text, NO_PICTURE_ANSWER)]), thinking=thinking)
     if kind == "told":
         scene = make_scene(rng)
         question = _some_question(scene, rng)
         text = one_of(rng, _TOLD).format(caption=caption(scene), question=question.text)
-        return Chat(kind=kind, messages=_in_turns([(text, question.answer)]))
+        turns = [_Turn(text, question.answer, question.thought)]
+        return Chat(kind=kind, messages=_in_turns(turns), thinking=thinking)
     if kind == "mixed":
         scene, question = _asked_scene(rng)
         about_picture = int(rng.integers(2))  # turn of the question; its picture comes with it or earlier
         turns = [_fact_turn(rng, [fact for fact in facts if fact.fact_id != _NO_PICTURE_FACT])]
-        turns.insert(about_picture, (question.text, question.answer))
+        turns.insert(about_picture, _asked(question))
         messages = _in_turns(turns, picture_at=[int(rng.integers(about_picture + 1))])
-        return Chat(kind=kind, messages=messages, scenes=(scene,))
+        return Chat(kind=kind, messages=messages, scenes=(scene,), thinking=thinking)
     if kind == "two_pictures":
         asked = [_asked_scene(rng) for _ in range(2)]
-        turns = [(question.text, question.answer) for _, question in asked]
-        messages = _in_turns(turns, picture_at=[0, 1])
-        return Chat(kind=kind, messages=messages, scenes=tuple(scene for scene, _ in asked))
+        messages = _in_turns([_asked(question) for _, question in asked], picture_at=[0, 1])
+        return Chat(kind=kind, messages=messages, scenes=tuple(scene for scene, _ in asked), thinking=thinking)
     scene = make_scene(rng)
     has_description, has_list = rng.random() < mixture.description_share, rng.random() < mixture.list_share
-    questions = _talk(scene, rng, has_description=has_description, has_list=has_list)
-    messages = _in_turns([(q.text, q.answer) for q in questions], picture_at=[0], picture_first=rng.random() < 0.85)
-    return Chat(kind=kind, messages=messages, scenes=(scene,))
+    questions = _talk(scene, rng, has_description=has_description, has_list=has_list and not thinking)
+    messages = _in_turns([_asked(q) for q in questions], picture_at=[0], picture_first=rng.random() < 0.85)
+    return Chat(kind=kind, messages=messages, scenes=(scene,), thinking=thinking)
 
 
 def picture_message(text: str, *, picture_first: bool = True) -> Message:
@@ -135,16 +144,26 @@ def _asked_scene(rng: np.random.Generator) -> tuple[Scene, Question]:
     return scene, _some_question(scene, rng)
 
 
-def _fact_turn(rng: np.random.Generator, facts: Sequence[Fact]) -> tuple[str, str]:
+class _Turn(NamedTuple):
+    question: str
+    answer: str
+    thought: str = ""
+
+
+def _asked(question: Question) -> _Turn:
+    return _Turn(question.text, question.answer, question.thought)
+
+
+def _fact_turn(rng: np.random.Generator, facts: Sequence[Fact]) -> _Turn:
     fact = facts[int(rng.integers(len(facts)))]
-    return ask_fact(fact, rng, facts), fact.answer
+    return _Turn(ask_fact(fact, rng, facts), fact.answer)
 
 
 def _in_turns(
-    turns: Sequence[tuple[str, str]], *, picture_at: Sequence[int] = (), picture_first: bool = True
+    turns: Sequence[_Turn], *, picture_at: Sequence[int] = (), picture_first: bool = True
 ) -> tuple[Message, ...]:
     messages: list[Message] = []
-    for idx, (text, answer) in enumerate(turns):
+    for idx, (text, answer, thought) in enumerate(turns):
         user = picture_message(text, picture_first=picture_first) if idx in picture_at else Message("user", text)
-        messages += (user, Message("assistant", answer))
+        messages += (user, Message("assistant", answer, thinking=thought))
     return tuple(messages)

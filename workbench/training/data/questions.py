@@ -13,10 +13,11 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 
+from workbench.training.data.looking import NO, YES, caption, count_through, look_for, look_through
 from workbench.training.data.phrasing import NUMBER_NAMES, articled, at_place, one_of, plural, vary
 from workbench.training.data.scenes import COLOURS, SHAPES, Figure, Scene
 
-__all__ = ["KINDS", "Kind", "Question", "ask", "caption", "describe", "follow_up", "kinds_of", "own_names"]
+__all__ = ["KINDS", "Kind", "Question", "ask", "describe", "follow_up", "kinds_of", "own_names"]
 
 Kind = Literal[
     "shape", "colour", "count", "position", "relation", "size", "presence", "digit", "word", "chart", "caption"
@@ -91,7 +92,8 @@ _SIDES: dict[str, tuple[tuple[int, int], tuple[str, ...]]] = {  # sign of (row, 
 class Question:
     """`form` names the template family, e.g. "count.some"; `accepted` lists further right answers besides `answer`.
 
-    `subject` is the figure the question is about, where there is one: the "it" of a follow-up.
+    `subject` is the figure the question is about, where there is one: the "it" of a follow-up. `thought` is what leads
+    from the picture to the answer, where that takes more than one look at one place.
     """
 
     kind: Kind
@@ -100,6 +102,7 @@ class Question:
     answer: str
     accepted: tuple[str, ...] = ()
     subject: Figure | None = None
+    thought: str = ""
 
 
 def ask(scene: Scene, kind: Kind, rng: np.random.Generator) -> Question | None:
@@ -130,19 +133,6 @@ def describe(scene: Scene, rng: np.random.Generator) -> Question:
     return _question(rng, "caption.all", caption(scene))
 
 
-def caption(scene: Scene) -> str:
-    """Everything in the picture, in reading order: "Top left: a large red circle. Centre: a small blue square." """
-    if scene.bars:
-        values = [f"{bar.colour.capitalize()}: {NUMBER_NAMES[bar.height]}." for bar in scene.bars]
-        return f"A chart with {NUMBER_NAMES[len(scene.bars)]} bars. {' '.join(values)}"
-    lines = [(f.row, f"{f.place.capitalize()}: a {f.size} {f.colour} {f.shape}.") for f in scene.figures]
-    if scene.label:
-        what = "number" if scene.label.is_number else "word"
-        text = f"{scene.label.place.capitalize()}: the {what} {scene.label.text} in {scene.label.colour}."
-        lines = sorted([*lines, (scene.label.row, text)])
-    return " ".join(text for _, text in lines) or "The picture is empty."
-
-
 def follow_up(question: Question, rng: np.random.Generator) -> Question | None:
     """A question about the "it" of the question before, not answered in it already; None where there is none."""
     figure = question.subject
@@ -171,11 +161,12 @@ def _question(
     answer: str,
     accepted: tuple[str, ...] = (),
     subject: Figure | None = None,
+    thought: str = "",
     **slots: str,
 ) -> Question:
     kind = cast(Kind, form.partition(".")[0])
     text = vary(one_of(rng, _PHRASINGS[form]).format(**slots), rng)
-    return Question(kind=kind, form=form, text=text, answer=answer, accepted=accepted, subject=subject)
+    return Question(kind=kind, form=form, text=text, answer=answer, accepted=accepted, subject=subject, thought=thought)
 
 
 def own_names(scene: Scene, figure: Figure) -> list[str]:
@@ -220,7 +211,8 @@ def _shape_of_colour(scene: Scene, rng: np.random.Generator) -> Question | None:
         return None
     figure = only[int(rng.integers(len(only)))]
     answer = f"{articled(figure.shape).capitalize()}."
-    return _question(rng, "shape.colour", answer, (f"{figure.colour} {figure.shape}",), figure, colour=figure.colour)
+    accepted, thought = (f"{figure.colour} {figure.shape}",), look_for(scene, figure)
+    return _question(rng, "shape.colour", answer, accepted, figure, thought, colour=figure.colour)
 
 
 def _colour_at(scene: Scene, rng: np.random.Generator) -> Question | None:
@@ -237,34 +229,38 @@ def _colour_of(scene: Scene, rng: np.random.Generator) -> Question | None:
     only = [figure for figure in scene.figures if shapes.count(figure.shape) == 1]
     if scene.label and (not only or rng.random() < 0.6):
         noun = one_of(rng, ("number", "text") if scene.label.is_number else ("word", "text"))
-        return _question(rng, "colour.ref", f"{scene.label.colour.capitalize()}.", ref=f"the {noun}")
+        thought = look_for(scene, scene.label)
+        return _question(rng, "colour.ref", f"{scene.label.colour.capitalize()}.", thought=thought, ref=f"the {noun}")
     if not only:
         return None
     figure = only[int(rng.integers(len(only)))]
-    return _question(rng, "colour.ref", f"{figure.colour.capitalize()}.", (), figure, ref=f"the {figure.shape}")
+    answer, thought = f"{figure.colour.capitalize()}.", look_for(scene, figure)
+    return _question(rng, "colour.ref", answer, (), figure, thought, ref=f"the {figure.shape}")
 
 
 def _count_all(scene: Scene, rng: np.random.Generator) -> Question | None:
     if scene.label:  # is a word an object? the picture does not say
         return None
-    return _question(rng, "count.all", f"{NUMBER_NAMES[len(scene.figures)].capitalize()}.")
+    thought = count_through(scene, scene.figures)
+    return _question(rng, "count.all", f"{NUMBER_NAMES[len(scene.figures)].capitalize()}.", thought=thought)
 
 
 def _count_some(scene: Scene, rng: np.random.Generator) -> Question | None:
-    counts: dict[int, list[str]] = {}
-    for shape in SHAPES:
-        counts.setdefault(sum(f.shape == shape for f in scene.figures), []).append(plural(shape))
+    groups = {plural(shape): [f for f in scene.figures if f.shape == shape] for shape in SHAPES}
     if not scene.label:
         for colour in COLOURS:
             what = f"{colour} {one_of(rng, ('shapes', 'objects'))}"
-            counts.setdefault(sum(f.colour == colour for f in scene.figures), []).append(what)
+            groups[what] = [f for f in scene.figures if f.colour == colour]
+    counts: dict[int, list[str]] = {}
+    for what, group in groups.items():
+        counts.setdefault(len(group), []).append(what)
     # The number is drawn first, larger ones twice as often: most shapes and colours occur once or not at all.
     numbers = [number for number in counts for _ in range(2 if number > 1 else 1)]
     number = numbers[int(rng.integers(len(numbers)))]
     accepted = ("none", "no", "there are none") if number == 0 else ()
-    return _question(
-        rng, "count.some", f"{NUMBER_NAMES[number].capitalize()}.", accepted, what=one_of(rng, counts[number])
-    )
+    what = one_of(rng, counts[number])
+    answer, thought = f"{NUMBER_NAMES[number].capitalize()}.", count_through(scene, groups[what])
+    return _question(rng, "count.some", answer, accepted, thought=thought, what=what)
 
 
 def _position(scene: Scene, rng: np.random.Generator) -> Question | None:
@@ -272,11 +268,13 @@ def _position(scene: Scene, rng: np.random.Generator) -> Question | None:
         noun = one_of(rng, ("number", "text") if scene.label.is_number else ("word", "text"))
         place = scene.label.place
         accepted = (at_place(place), f"{place} middle") if place != "middle" else ("centre", "in the middle")
-        return _question(rng, "position.ref", f"{place.capitalize()}.", accepted, ref=f"the {noun}")
+        thought = look_for(scene, scene.label)
+        return _question(rng, "position.ref", f"{place.capitalize()}.", accepted, thought=thought, ref=f"the {noun}")
     if (named := _named(scene, rng)) is None:
         return None
     figure, ref = named
-    return _question(rng, "position.ref", f"{figure.place.capitalize()}.", _place_words(figure.place), figure, ref=ref)
+    answer, thought = f"{figure.place.capitalize()}.", look_for(scene, figure)
+    return _question(rng, "position.ref", answer, _place_words(figure.place), figure, thought, ref=ref)
 
 
 def _lies(figure: Figure, side: str, other: Figure) -> bool:
@@ -294,7 +292,8 @@ def _relation_is(scene: Scene, rng: np.random.Generator) -> Question | None:
     sides = [side for side in _SIDES if _lies(first[0], side if wanted else opposite[side], second[0])]
     side = one_of(rng, _SIDES[one_of(rng, sides)][1])
     answer = "Yes." if wanted else "No."  # no subject: two things were named, "it" could be either
-    return _question(rng, "relation.is", answer, ref=first[1], side=side, other=second[1])
+    thought = look_for(scene, first[0], second[0])
+    return _question(rng, "relation.is", answer, thought=thought, ref=first[1], side=side, other=second[1])
 
 
 def _relation_what(scene: Scene, rng: np.random.Generator) -> Question | None:
@@ -310,14 +309,17 @@ def _relation_what(scene: Scene, rng: np.random.Generator) -> Question | None:
     name = f"{figure.colour} {figure.shape}"
     accepted = (figure.shape, f"{figure.size} {name}")
     answer = f"{articled(name).capitalize()}."
-    return _question(rng, "relation.what", answer, accepted, figure, side=one_of(rng, _SIDES[side][1]), other=ref)
+    thought = look_through(scene, lambda thing: YES if thing == other else NO)
+    side = one_of(rng, _SIDES[side][1])
+    return _question(rng, "relation.what", answer, accepted, figure, thought, side=side, other=ref)
 
 
 def _size_of(scene: Scene, rng: np.random.Generator) -> Question | None:
     if (named := _named(scene, rng)) is None:
         return None
     figure, ref = named
-    return _question(rng, "size.ref", f"{figure.size.capitalize()}.", _SIZE_WORDS[figure.size], figure, ref=ref)
+    answer, thought = f"{figure.size.capitalize()}.", look_for(scene, figure)
+    return _question(rng, "size.ref", answer, _SIZE_WORDS[figure.size], figure, thought, ref=ref)
 
 
 def _size_compared(scene: Scene, rng: np.random.Generator) -> Question | None:
@@ -329,7 +331,8 @@ def _size_compared(scene: Scene, rng: np.random.Generator) -> Question | None:
     accepted = [f"{figure.colour} {figure.shape}"]
     accepted += [figure.shape] if first[0].shape != second[0].shape else []
     accepted += [figure.colour] if first[0].colour != second[0].colour else []
-    return _question(rng, form, f"{ref.capitalize()}.", tuple(accepted), figure, ref=first[1], other=second[1])
+    answer, thought = f"{ref.capitalize()}.", look_for(scene, first[0], second[0])
+    return _question(rng, form, answer, tuple(accepted), figure, thought, ref=first[1], other=second[1])
 
 
 def _presence(scene: Scene, rng: np.random.Generator) -> Question | None:
@@ -337,7 +340,8 @@ def _presence(scene: Scene, rng: np.random.Generator) -> Question | None:
     if scene.label and rng.random() < 0.3:
         what = one_of(rng, ("number", "word"))
         is_there = (what == "number") == scene.label.is_number
-        return _question(rng, "presence.is", "Yes." if is_there else "No.", what=articled(what))
+        thought = look_through(scene, lambda thing: YES if thing == scene.label and is_there else NO, until=1)
+        return _question(rng, "presence.is", "Yes." if is_there else "No.", thought=thought, what=articled(what))
     there = {(f.colour, f.shape) for f in scene.figures}
     shapes = {f.shape for f in scene.figures}
     wanted = bool(rng.integers(2)) and bool(there)
@@ -349,7 +353,10 @@ def _presence(scene: Scene, rng: np.random.Generator) -> Question | None:
         near = [(f.colour, g.shape) for f in scene.figures for g in scene.figures if (f.colour, g.shape) not in there]
         anywhere = [(colour, shape) for colour in COLOURS for shape in SHAPES if (colour, shape) not in there]
         options = [f"{colour} {shape}" for colour, shape in (near if near and rng.random() < 0.5 else anywhere)]
-    return _question(rng, "presence.is", "Yes." if wanted else "No.", what=articled(one_of(rng, options)))
+    name = one_of(rng, options)
+    named = {f for f in scene.figures if name in (f.shape, f"{f.colour} {f.shape}")}
+    thought = look_through(scene, lambda thing: YES if thing in named else NO, until=1)
+    return _question(rng, "presence.is", "Yes." if wanted else "No.", thought=thought, what=articled(name))
 
 
 def _read(scene: Scene, rng: np.random.Generator) -> Question | None:
@@ -367,16 +374,17 @@ def _chart_extreme(scene: Scene, rng: np.random.Generator) -> Question | None:
         return None
     form, mark = options[int(rng.integers(len(options)))]
     colour = scene.bars[heights.index(mark)].colour
-    return _question(rng, f"chart.{form}", f"{colour.capitalize()}.", (f"the {colour} bar",))
+    return _question(rng, f"chart.{form}", f"{colour.capitalize()}.", (f"the {colour} bar",), thought=caption(scene))
 
 
 def _chart_count(scene: Scene, rng: np.random.Generator) -> Question | None:
-    return _question(rng, "chart.count", f"{NUMBER_NAMES[len(scene.bars)].capitalize()}.")
+    return _question(rng, "chart.count", f"{NUMBER_NAMES[len(scene.bars)].capitalize()}.", thought=caption(scene))
 
 
 def _chart_value(scene: Scene, rng: np.random.Generator) -> Question | None:
     bar = scene.bars[int(rng.integers(len(scene.bars)))]
-    return _question(rng, "chart.value", f"{NUMBER_NAMES[bar.height].capitalize()}.", colour=bar.colour)
+    answer = f"{NUMBER_NAMES[bar.height].capitalize()}."
+    return _question(rng, "chart.value", answer, thought=caption(scene), colour=bar.colour)
 
 
 def _chart_compare(scene: Scene, rng: np.random.Generator) -> Question | None:
@@ -385,15 +393,15 @@ def _chart_compare(scene: Scene, rng: np.random.Generator) -> Question | None:
         return None
     side = one_of(rng, ("taller", "shorter"))
     is_so = (first.height > second.height) == (side == "taller")
-    return _question(
-        rng, "chart.compare", "Yes." if is_so else "No.", colour=first.colour, side=side, other=second.colour
-    )
+    answer, thought = "Yes." if is_so else "No.", caption(scene)
+    return _question(rng, "chart.compare", answer, thought=thought, colour=first.colour, side=side, other=second.colour)
 
 
 def _chart_end(scene: Scene, rng: np.random.Generator) -> Question | None:
     end = one_of(rng, ("first", "last", "left", "right"))
     bar = scene.bars[0 if end in ("first", "left") else -1]
-    return _question(rng, "chart.end", f"{bar.colour.capitalize()}.", (f"the {bar.colour} bar",), end=end)
+    answer, accepted = f"{bar.colour.capitalize()}.", (f"the {bar.colour} bar",)
+    return _question(rng, "chart.end", answer, accepted, thought=caption(scene), end=end)
 
 
 _Maker = Callable[[Scene, np.random.Generator], Question | None]

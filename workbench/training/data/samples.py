@@ -1,6 +1,7 @@
 """Chats as token ids: K3's message form, which ids are to be learnt, the pictures' patches, and packing.
 
-Only what the assistant says is learnt: the ids after an opened response up to and with the end of the message.
+Only what the assistant says is learnt: the ids after an opened response up to and with the end of the message. In a
+chat with thinking the think channel is opened instead, and thought and response are learnt.
 
     given    <|open|>message role="assistant"<|sep|><|open|>response<|sep|>
     learnt   A circle.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>
@@ -105,8 +106,8 @@ class SampleStream:
 def tokenise_chat(chat: Chat, tokenizer: Tokenizer, processor: ImageProcessor) -> Sample:
     """Ids of a chat that ends with an assistant's message, exactly as serving renders its history."""
     images = [processor.process(scene_image(scene)) for scene in chat.scenes]
-    prompt = render_chat(chat.messages, tokenizer, images)
-    opening = render_chat([], tokenizer).token_ids  # what opens an answer; every prompt ends with it
+    prompt = render_chat(chat.messages, tokenizer, images, thinking=chat.thinking)
+    opening = render_chat([], tokenizer, thinking=chat.thinking).token_ids  # every prompt ends with it
     ids = prompt.token_ids[: -len(opening)]
     learnt = np.zeros(len(ids), np.bool_)
     start = 0

@@ -21,7 +21,8 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from workbench.base import TokenizerError
 from workbench.serving.inputs.tokenizer_files import K3_RESERVED_OFFSETS, KIMI_SPLIT, RESERVED_BLOCK
 from workbench.training.data.domain import Fact
-from workbench.training.data.questions import ask, caption, kinds_of
+from workbench.training.data.looking import caption
+from workbench.training.data.questions import ask, kinds_of
 from workbench.training.data.scenes import COLOURS, SHAPES, SIZES, WORDS, make_scene
 
 __all__ = ["VOCAB_SIZE", "corpus_lines", "train_tokenizer", "write_tokenizer"]
@@ -45,6 +46,7 @@ def corpus_lines(facts: Sequence[Fact], seed: int = 0) -> Iterator[str]:
             if (question := ask(scene, kind, rng)) is not None:
                 yield question.text
                 yield question.answer
+                yield question.thought
     for _ in range(_DOMAIN_TIMES):
         for fact in facts:
             yield from fact.questions(is_held_out=False)
