@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,3 +184,67 @@ def test_a_question_that_fails_is_told_and_the_conversation_goes_on(capsys) -> N
     service.fails = False
     assert run("/image /no/such/file\ntwo\n", service, as_json=True) == 0
     assert service.asked == [(1, 0)]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_fails_is_told_in_the_stream_logged_by_name_and_replaced(tmp_path: Path, sent: int) -> None:
+    log = tmp_path / "log"
+    command = ["serve", str(TINY), "--port", "0", "--json", "--precision", "fp32", "--slots", "2", "--ranks", "2"]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workbench.cli", *command],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, log.read_text()
+        base = json.loads(line)["url"]
+        root = base.removesuffix("/v1")
+        body = {"prompt": "a b c", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        asked = urllib.request.Request(
+            f"{base}/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=60) as stream:
+            assert stream.readline().startswith(b"data: ")
+            ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            assert len(ranks) == 2
+            os.kill(int(ranks[1]), sent)
+            rest = stream.read().decode()
+        assert '"code":"model_failed"' in rest
+        assert "[DONE]" not in rest
+        seen = set()
+        while "ready" not in seen:
+            seen.add(ready(root))
+        assert "restarting" in seen
+        again = urllib.request.Request(
+            f"{base}/completions",
+            json.dumps({"prompt": "a b c", "max_tokens": 3}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(again, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] >= 1
+        lines = [json.loads(each) for each in log.read_text().splitlines() if each.startswith("{")]
+        (broken,) = (each for each in lines if each["event"] == "ranks broken")
+        assert f"rank 1 (process {ranks[1]}" in broken["error"]
+        assert "'step'" in broken["error"]
+        assert [each["event"] for each in lines].count("ranks restarted") == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ready(root: str) -> str:
+    try:
+        with urllib.request.urlopen(f"{root}/ready", timeout=10) as answer:
+            return str(json.load(answer)["status"])
+    except urllib.error.HTTPError as error:
+        return str(json.load(error)["status"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -233,3 +234,48 @@ def test_many_threads_may_ask_at_once(make):
     for thread in threads:
         thread.join(10)
     assert results == {n: [n, n] for n in range(24)}
+
+
+def step_status(rank: int, entered: dict, *, is_between: bool = True) -> Status:
+    return Status(
+        id=-1, rank=rank, operation="", collective=f"#9 of rank {rank}", num_collectives=0, stack="",
+        entered=entered, is_between=is_between,
+    )  # fmt: skip
+
+
+TP, PP = ("tp", (0, 1)), (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("entered", "words"),
+    [
+        ([{TP: 4}, {TP: 4}], ""),
+        ([{}, {}], ""),
+        ([{TP: 4}, {TP: 3}], r"group tp entered by rank: \{0: 4, 1: 3\}"),
+        ([{TP: 1}, {}], r"\{0: 1, 1: 0\}"),
+        ([{TP: 4}, {TP: 4}, {("tp", (2, 3)): 7}, {("tp", (2, 3)): 6}], r"\{2: 7, 3: 6\}"),
+        ([{("pp/send", PP): 2}, {}, {("pp/receive", PP): 2}], ""),
+        ([{("pp/send", PP): 2}, {}, {("pp/receive", PP): 1}], r"2 messages were sent over \[0, 2\], 1 received"),
+        ([{("pp/send", PP): 1}, {}, {}], "1 messages were sent"),
+    ],
+)
+def test_ranks_that_stand_at_different_places_of_a_group_are_out_of_step(entered, words):
+    statuses = {rank: step_status(rank, each) for rank, each in enumerate(entered)}
+    found = control_module._out_of_step(statuses)
+    assert bool(found) == bool(words)
+    assert re.search(words, found)
+
+
+def test_a_rank_that_left_a_collective_unfinished_is_out_of_step():
+    statuses = {0: step_status(0, {TP: 4}), 1: step_status(1, {TP: 4}, is_between=False)}
+    assert control_module._out_of_step(statuses) == "rank 1 left #9 of rank 1 unfinished"
+
+
+def test_a_failure_that_leaves_the_ranks_out_of_step_ends_the_deployment(make, monkeypatch):
+    monkeypatch.setattr(
+        control_module, "_out_of_step", lambda statuses: f"{len(statuses)} asked" if len(statuses) == 2 else ""
+    )
+    control = make(answer(0), fail(RequestError("bad picture")))
+    with pytest.raises(DeploymentError, match=r"rank 1: bad picture; after that the ranks are out of step: 2 asked"):
+        control.request("encode", timeout_s=5)
+    assert control.broken is not None

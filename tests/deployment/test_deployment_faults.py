@@ -10,15 +10,26 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rank_helpers import is_alive, wait_gone
 from serving_fakes import byte_tokenizer
 
-from workbench.base import CheckpointError, DeploymentError, LoadError, WorkerDiedError
+import workbench
+from workbench.base import (
+    CheckpointError,
+    DeploymentError,
+    ImageError,
+    LoadError,
+    RequestFailedError,
+    WorkerDiedError,
+)
 from workbench.deployment import Deployment, Timeouts
 from workbench.placement import Layout
-from workbench.serving import MultimodalInferenceService
+from workbench.serving import Engine, GenerationRequest, MultimodalInferenceService, SamplingParams
+from workbench.serving.service import placed_request
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
@@ -216,3 +227,65 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+PLANT = """
+import os
+from workbench.serving.runner import RankRunner
+
+plain = RankRunner.encode_images
+
+def encode_images(self, images):
+    keys = [key for key, _, _ in images]
+    if os.environ["RANK"] == "1" and "before" in keys:
+        raise ArithmeticError("planted before the work")
+    plain(self, images)
+    if os.environ["RANK"] == "1" and "after" in keys:
+        raise ArithmeticError("planted after the work")
+
+RankRunner.encode_images = encode_images
+"""
+
+
+def test_a_picture_whose_encoding_raises_on_a_rank_ends_its_request_unless_the_ranks_fall_out_of_step(
+    golden_root, prompts, picture_prompt, tmp_path
+):
+    """On both ranks, on one of them after the work they share, and before it, where the other one then waits."""
+    (tmp_path / "sitecustomize.py").write_text(PLANT)
+    path = os.pathsep.join([str(tmp_path), str(Path(workbench.__file__).parents[1])])
+    prompt, images, expected = picture_prompt
+    said = prompts["p7"]["greedy_fp32"]
+    text = GenerationRequest(
+        token_ids=tuple(prompts["p7"]["token_ids"]),
+        sampling=SamplingParams(max_tokens=len(said)),
+    )
+    good = placed_request(prompt, images, SamplingParams(max_tokens=len(expected)))
+
+    def renamed(key: str, *, cut: int = 0) -> GenerationRequest:
+        first, *rest = good.images
+        patches = first.patches[: len(first.patches) - cut]
+        return replace(good, images=(replace(first, key=key, patches=patches), *rest))
+
+    with Deployment.start(
+        golden_root, Layout(tp=2), precision="fp32", num_slots=3, max_tokens=200, env={"PYTHONPATH": path}
+    ) as deployment:
+        engine = Engine(deployment).start()
+        for bad, words in (
+            (renamed("torn", cut=1), "grids and patches differ"),
+            (renamed("after"), "planted after the work"),
+        ):
+            before, failing, whole = (engine.submit(each) for each in (text, bad, good))
+            with pytest.raises((ImageError, RequestFailedError), match=words):
+                list(failing)
+            assert [event.token_id for event in before] == said
+            assert [event.token_id for event in whole] == expected
+            assert [event.token_id for event in engine.submit(text)] == said
+            assert deployment.is_intact
+        assert next(iter(deployment.stats())).num_images <= 2, "none of the failed ones is kept"
+        failing, other = engine.submit(renamed("before")), engine.submit(text)
+        with pytest.raises(DeploymentError, match="planted before the work"):
+            list(failing)
+        with pytest.raises(DeploymentError, match="planted before the work"):
+            list(other)
+        assert not deployment.is_intact
+        engine.stop()

@@ -18,7 +18,8 @@ from workbench.base import ConfigError, DeploymentError, LayoutError, RequestErr
 from workbench.deployment import Deployment
 from workbench.deployment import handle as handle_module
 from workbench.placement import Layout
-from workbench.serving import Engine, PlacedImage, SamplingParams
+from workbench.serving import Engine, GenerationRequest, PlacedImage, SamplingParams
+from workbench.serving.invariance import KnownAnswers, check_invariance, invariance_requests, tolerance_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
 
@@ -233,3 +234,25 @@ def test_what_does_not_fit_is_refused_before_any_process_starts(golden_root, tmp
         Deployment.start(tmp_path)
     with pytest.raises(RequestError, match="the model's context"):
         Deployment.start(golden_root, max_tokens=10**9)
+
+
+def test_guesses_that_hold_in_part_leave_the_answers_of_two_ranks_as_they_are(pair, prompts):
+    """The state of every rank goes back to what is certain; only the one that samples knows what was accepted."""
+    answers = {tuple(p["token_ids"]): p["greedy_fp32"] for p in prompts.values()}
+    engine = Engine(pair, step_tokens=40, drafter=KnownAnswers(answers))
+    requests = [
+        GenerationRequest(token_ids=ids, sampling=SamplingParams(max_tokens=len(answer)))
+        for ids, answer in answers.items()
+    ]
+    generations = [engine.submit(request) for request in requests]
+    while engine.step_once():
+        engine.scheduler.check()
+    assert [[event.token_id for event in generation] for generation in generations] == list(answers.values())
+    stats = engine.stats()
+    assert 0 < stats.num_accepted < stats.num_drafted
+
+
+@pytest.mark.slow
+def test_answers_of_two_ranks_do_not_depend_on_their_company(pair):
+    report = check_invariance(pair, invariance_requests(pair.spec, pair.info), tolerance=tolerance_of("fp32"))
+    assert report.ok, report.render()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from workbench.base import WorkbenchError
 from workbench.serving.inputs.tokenizer import Tokenizer
 from workbench.serving.inputs.tokenizer_files import Vocabulary
 from workbench.serving.requests import PlacedImage
@@ -17,8 +18,12 @@ from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, StepI
 class EchoRunner:
     """Answers with its own prompt, over and over, from what the slot holds; so a leak between slots shows in the text.
 
-    `gate` is called before each step. Image rows are remembered as -(1000 * image number) - feature row.
+    `gate` is called before each step. `bad_images` are keys whose encoding raises, and `bad_token` raises in whatever
+    step it is part of; the runner then says whether it `is_intact`, by default not. Image rows are remembered as
+    -(1000 * image number) - feature row.
     """
+
+    failure: WorkbenchError | None = None
 
     def __init__(
         self,
@@ -28,6 +33,9 @@ class EchoRunner:
         max_tokens: int = 5000,
         has_vision: bool = True,
         gate: Callable[[], None] | None = None,
+        is_intact: bool = False,
+        bad_images: Collection[str] = (),
+        bad_token: int | None = None,
     ) -> None:
         self.info = RunnerInfo(
             dp=dp,
@@ -38,6 +46,7 @@ class EchoRunner:
             stop_ids=(9999,),
         )
         self.gate = gate
+        self.is_intact, self.bad_images, self.bad_token = is_intact, bad_images, bad_token
         self.slots: dict[tuple[int, int], list[int]] = {}
         self.prompt_sizes: dict[tuple[int, int], int] = {}
         self.features: list[dict[str, int]] = [{} for _ in range(dp)]
@@ -52,6 +61,8 @@ class EchoRunner:
         for key, patches, grid in images:
             assert key not in self.features[replica], f"{key} encoded twice"
             assert patches.shape[0] == grid[0] * grid[1] * grid[2]
+            if key in self.bad_images:
+                raise ZeroDivisionError(f"rank 1 cannot encode {key}")
             self.features[replica][key] = patches.shape[0]
             self.numbers.setdefault(key, len(self.numbers) + 1)
             self.calls.append(("encode", (replica, key)))
@@ -60,6 +71,8 @@ class EchoRunner:
         for key in keys:
             if key.startswith("page-"):
                 del self.pages[replica][key]
+                continue
+            if key in self.bad_images:
                 continue
             del self.features[replica][key]
             self.calls.append(("drop", (replica, key)))
@@ -86,6 +99,9 @@ class EchoRunner:
                     f"slot {sequence.slot} holds {len(held)}, step says {sequence.start}"
                 )
                 new = list(sequence.token_ids)
+                if self.bad_token in new:
+                    held.append(-1)  # half done: whoever goes on from here without a reset is noticed
+                    raise ValueError(f"token {self.bad_token} breaks the step")
                 for span in sequence.images:
                     assert span.key in self.features[replica], f"{span.key} not encoded"
                     for i in range(span.count):

@@ -67,7 +67,7 @@ def test_from_kept_pages(runner, cases, page_tokens):
             assert tokens(generation) == case[2], f"{name}, time {time}"
             if time:
                 assert generation.num_cached == (len(case[0]) - 1) // page_tokens * page_tokens, name
-    engine._drop_pages()
+    engine.drop_pages()
     assert runner.rank.pages == {}
 
 
@@ -81,7 +81,7 @@ def test_from_pages_that_another_prompt_has_left_in_company_and_in_chunks(runner
     finish(engine)
     assert [tokens(generation) for generation in generations] == [case[2] for case in (long, *cases.values())]
     assert generations[0].num_cached == 32
-    engine._drop_pages()
+    engine.drop_pages()
 
 
 @pytest.mark.parametrize("moment", [2, 6])
@@ -98,7 +98,7 @@ def test_after_a_pause(runner, cases, moment, pages):
         assert tokens(generation) == cases[name][2], name
     for generation, case in zip(high, list(cases.values())[:2], strict=True):
         assert tokens(generation) == case[2]
-    engine._drop_pages()
+    engine.drop_pages()
 
 
 def test_a_state_kept_one_token_late_would_be_noticed(runner, cases, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_state_kept_one_token_late_would_be_noticed(runner, cases, monkeypatch
     finish(engine)
     assert tokens(first) == case[2]
     assert tokens(second) != case[2]
-    engine._drop_pages()
+    engine.drop_pages()
 
 
 def test_kept_pages_are_copies_that_no_later_step_changes(runner, cases):
@@ -136,4 +136,4 @@ def test_kept_pages_are_copies_that_no_later_step_changes(runner, cases):
     for key, states in before.items():
         for was, now in zip(states, runner.rank.pages[key].state.values(), strict=True):
             assert bool((was == now).all())
-    engine._drop_pages()
+    engine.drop_pages()

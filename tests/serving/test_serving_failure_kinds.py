@@ -245,7 +245,7 @@ def test_s10_deltas_join_to_the_whole_and_decoding_token_by_token_does_not(text)
 
 
 def shown(text: str, stops, thinking=False) -> tuple[str, str]:
-    from workbench.serving.engine import TokenEvent
+    from workbench.serving.generation import TokenEvent
 
     ids = list(text.encode()) if isinstance(text, str) else text
     pieces = AnswerPieces(TOKENIZER, stop=StopMatcher(stops), stream=AnswerStream(TOKENIZER, thinking=thinking))

@@ -9,9 +9,11 @@ __all__ = [
     "ImageError",
     "LayoutError",
     "LoadError",
+    "ModelRestartingError",
     "PromptTooLongError",
     "QueueFullError",
     "RequestError",
+    "RequestFailedError",
     "TokenizerError",
     "TraceError",
     "UnsupportedModelError",
@@ -97,6 +99,10 @@ class RequestError(WorkbenchError):
     """A request is malformed or breaks a limit; the service stays up."""
 
 
+class RequestFailedError(WorkbenchError):
+    """The model failed on this one request, through no fault of its sender's; others and the service go on."""
+
+
 class PromptTooLongError(RequestError):
     """The prompt, or the prompt and the answer asked for, have no room in the cache."""
 
@@ -107,6 +113,10 @@ class QueueFullError(RequestError):
 
 class DeploymentError(WorkbenchError):
     """Worker processes could not be started, reached or kept in step."""
+
+
+class ModelRestartingError(DeploymentError):
+    """The ranks are being replaced after one of them failed; try again in a moment."""
 
 
 class WorkerDiedError(DeploymentError):

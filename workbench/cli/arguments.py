@@ -26,6 +26,8 @@ __all__ = [
     "count",
     "deploy",
     "deployment_arguments",
+    "deployment_options",
+    "limit",
     "number",
     "precision",
     "seconds",
@@ -94,6 +96,10 @@ def count(text: str) -> int:
     return int(number(text, int, "a number from 1", lambda value: value >= 1))
 
 
+def limit(text: str) -> int:
+    return int(number(text, int, "a number from 0", lambda value: value >= 0))
+
+
 def precision(text: str) -> str:
     """A name, or a precision map, which ranks read themselves: as an absolute path."""
     if text in PRECISIONS:
@@ -127,24 +133,28 @@ def chosen_layout(args: argparse.Namespace) -> Layout:
     return layout
 
 
+def deployment_options(args: argparse.Namespace, *, num_slots: int) -> dict[str, Any]:
+    """What `deployment_arguments` say of a deployment, besides path and layout."""
+    from workbench.cluster import default_device
+    from workbench.spec import read_spec
+
+    return {
+        "precision": args.precision,
+        "device": args.device or default_device(),
+        "num_slots": num_slots,
+        "max_tokens": args.max_tokens_per_sequence or min(4096, read_spec(args.path).max_context),
+    }
+
+
 @contextlib.contextmanager
 def deploy(args: argparse.Namespace, *, num_slots: int = 8) -> Iterator[Deployment]:
-    from workbench.cluster import default_device
     from workbench.deployment import Deployment
-    from workbench.spec import read_spec
     from workbench.view import terminal_progress
 
     layout = chosen_layout(args)
+    options = deployment_options(args, num_slots=num_slots)
     with (
         terminal_progress(layout.world_size) as progress,
-        Deployment.start(
-            args.path,
-            layout,
-            precision=args.precision,
-            device=args.device or default_device(),
-            num_slots=num_slots,
-            max_tokens=args.max_tokens_per_sequence or min(4096, read_spec(args.path).max_context),
-            on_progress=None if args.json else progress,
-        ) as deployment,
+        Deployment.start(args.path, layout, on_progress=None if args.json else progress, **options) as deployment,
     ):
         yield deployment

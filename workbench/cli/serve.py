@@ -13,17 +13,23 @@ from workbench.base import RequestError
 from workbench.cli.arguments import (
     Commands,
     UsageError,
+    chosen_layout,
     command,
     count,
     deploy,
     deployment_arguments,
+    deployment_options,
+    limit,
     seconds,
     temperature,
 )
 from workbench.cli.show import print_json, say
+from workbench.spec import read_spec
 
 if TYPE_CHECKING:
     from workbench.cli.terminal import ChatService
+    from workbench.deployment import LoadProgress, RestartingDeployment
+    from workbench.serving import Drafter, RunnerInfo
 
 
 def add(commands: Commands) -> None:
@@ -58,6 +64,24 @@ def add(commands: Commands) -> None:
         default=None,
         help="let the model think first, or not, unless a request says so (default: as its generation config says)",
     )
+    serve.add_argument(
+        "--speculate",
+        metavar="lookup|DIR",
+        help="guess the next tokens from the text so far, or by a small model of the same tokenizer (default: not)",
+    )
+    serve.add_argument("--speculate-tokens", type=count, default=4, help="tokens to guess at a time (default 4)")
+    serve.add_argument(
+        "--step-timeout",
+        type=seconds,
+        default=120.0,
+        help="longest step of the ranks before they count as hung, seconds (default 120)",
+    )
+    serve.add_argument(
+        "--max-restarts",
+        type=limit,
+        default=3,
+        help="how often within ten minutes ranks that died or hang are started again (default 3; 0: never)",
+    )
 
     chat = command(commands, "chat", _chat, "a conversation in the terminal, with N ranks or with a server")
     deployment_arguments(chat, path_type=str, path_help="checkpoint folder, or address such as http://HOST:8000/v1")
@@ -91,13 +115,20 @@ def _serve(args: argparse.Namespace) -> int:
         image_origins=tuple(args.image_origin),
         thinking=args.thinking,
     )
+    if args.speculate not in (None, "lookup"):
+        _check_draft_model(args)
     log_to_stderr()
     # The address is taken before the weights are loaded, which may take an hour.
     with (
         contextlib.closing(bind_address(settings)) as bound,
-        deploy(args, num_slots=args.slots) as deployment,
+        _restarting(args) as deployment,
+        _drafting(args, deployment.info) as drafter,
         open_service(
-            deployment, args.path, prefix_pages=max(0, args.prefix_pages), page_tokens=args.page_tokens
+            deployment,
+            args.path,
+            prefix_pages=max(0, args.prefix_pages),
+            page_tokens=args.page_tokens,
+            drafter=drafter,
         ) as service,
     ):
         server = HttpServer(service, settings, bound=bound)
@@ -107,6 +138,73 @@ def _serve(args: argparse.Namespace) -> int:
             say(f"{settings.model} is served at {server.url} (Ctrl-C ends it after the answers under way)")
         server.run()
     return 0
+
+
+@contextlib.contextmanager
+def _restarting(args: argparse.Namespace) -> Iterator[RestartingDeployment]:
+    from workbench.deployment import RestartEvent, RestartingDeployment, RestartPolicy, Timeouts
+    from workbench.serving.http.watch import LOG
+    from workbench.view import terminal_progress
+
+    def tell(event: RestartEvent) -> None:
+        # The error names the rank, its process and its last command; it holds nothing of any request.
+        fields = {"attempt": event.attempt, "seconds": round(event.seconds, 3)}
+        told = {**fields, **({"error": str(event.error)} if event.error is not None else {})}
+        (LOG.info if event.kind == "restarted" else LOG.error)(f"ranks {event.kind}", extra={"fields": told})
+
+    layout = chosen_layout(args)
+    bar = terminal_progress(layout.world_size)
+    bars = [] if args.json else [bar]
+
+    def show_progress(progress: LoadProgress) -> None:
+        for each in bars:
+            each(progress)
+
+    with (
+        bar,
+        RestartingDeployment.start(
+            args.path,
+            layout,
+            policy=RestartPolicy(max_restarts=args.max_restarts),
+            on_event=tell,
+            on_progress=show_progress,
+            timeouts=Timeouts(step_s=args.step_timeout),
+            **deployment_options(args, num_slots=args.slots),
+        ) as deployment,
+    ):
+        bars.clear()  # a restart is told in the log, not drawn into it
+        yield deployment
+
+
+@contextlib.contextmanager
+def _drafting(args: argparse.Namespace, target: RunnerInfo) -> Iterator[Drafter | None]:
+    from workbench.deployment import Deployment, Timeouts
+    from workbench.serving import ModelDrafter, PromptLookup
+
+    if args.speculate is None:
+        yield None
+        return
+    if args.speculate == "lookup":
+        yield PromptLookup(args.speculate_tokens)
+        return
+    options = deployment_options(args, num_slots=args.slots * target.dp)
+    options["max_tokens"] = min(target.max_tokens, read_spec(args.speculate).max_context)
+    timeouts = Timeouts(step_s=args.step_timeout)
+    with Deployment.start(args.speculate, timeouts=timeouts, **options) as draft:
+        yield ModelDrafter(draft, target, args.speculate_tokens)
+
+
+def _check_draft_model(args: argparse.Namespace) -> None:
+    """Its tokenizer must be that of the model: a guess is an id. Raises UsageError where it is not."""
+    from workbench.serving import read_tokenizer
+
+    ours, theirs = (read_tokenizer(Path(path), read_spec(path)) for path in (args.path, args.speculate))
+    is_same = ours.vocab_size == theirs.vocab_size and all(
+        ours.token_bytes(i, show_markers=True) == theirs.token_bytes(i, show_markers=True)
+        for i in range(ours.vocab_size)
+    )
+    if not is_same:
+        raise UsageError(f"--speculate {args.speculate}: its tokenizer is not that of {args.path}")
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,6 +2,18 @@
 
 from workbench.deployment.handle import Deployment, Timeouts
 from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, RankStats
+from workbench.deployment.restart import RestartEvent, RestartingDeployment, RestartPolicy
 from workbench.deployment.summary import LoadSummary
 
-__all__ = ["Deployment", "ForwardResult", "LoadProgress", "LoadReport", "LoadSummary", "RankStats", "Timeouts"]
+__all__ = [
+    "Deployment",
+    "ForwardResult",
+    "LoadProgress",
+    "LoadReport",
+    "LoadSummary",
+    "RankStats",
+    "RestartEvent",
+    "RestartPolicy",
+    "RestartingDeployment",
+    "Timeouts",
+]

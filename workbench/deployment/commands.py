@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from workbench.align.replay import replaying
-from workbench.base import DeploymentError, LoadError, peak_resident_bytes
+from workbench.base import DeploymentError, LoadError, WorkbenchError, peak_resident_bytes
 from workbench.deployment.capture import capturing, read_cache, to_numpy
 from workbench.deployment.records import LoadProgress, LoadReport, RankStats
 from workbench.loading import LoadedModel, load_sharded_weights
@@ -97,7 +97,7 @@ class RankCommands:
             progress=progress,
         )
         loaded.model.eval().requires_grad_(False)
-        loaded.ctx.log.listener = lambda record: worker.slate.collective(str(record))
+        worker.watch(loaded.ctx.log)
         self._runner = RankRunner(loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens)
         self._loaded = loaded
         print(f"{loaded.ctx}: {loaded.stats.resident_bytes:,} bytes of weights in {loaded.stats.seconds:.1f} s")
@@ -120,7 +120,7 @@ class RankCommands:
     def _drop(self, *, keys: Collection[str]) -> None:
         self.runner.drop_images(keys)
 
-    def _step(self, *, resets: Sequence[int], steps: StepInput) -> list[SampledToken] | None:
+    def _step(self, *, resets: Sequence[int], steps: StepInput) -> list[SampledToken | WorkbenchError] | None:
         """Tokens on the rank that samples for its replica, None elsewhere."""
         for slot in resets:
             self.runner.reset_slot(slot)

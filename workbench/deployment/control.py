@@ -26,6 +26,8 @@ GRACE_S = 5.0  # how long the other ranks may take to answer once one has failed
 EXIT_WAIT_S = 3.0  # how long a rank may take to be gone once its connection is
 STATUS_WAIT_S = 2.0  # how long a rank may take to say what it is doing
 STATUS_ID = -1
+TICK_S = 0.5  # how often the ranks are looked at
+STOPPED_S = 3.0  # how long a signal may hold a rank before it counts as hung
 
 
 @dataclass(eq=False, slots=True)
@@ -67,6 +69,7 @@ class Control:
         self._ids = itertools.count()
         self._is_closed = False
         self._closing = threading.Lock()
+        self._stopped_since: dict[int, float] = {}
         self._thread = threading.Thread(target=self._run, name="workbench-control", daemon=True)
         self._thread.start()
 
@@ -129,7 +132,10 @@ class Control:
     def _run(self) -> None:
         try:
             while True:
-                ready = wait([self._wake_reader, *self._connections()])
+                ready = wait([self._wake_reader, *self._connections()], timeout=self._tick_s)
+                if (stopped := self._long_stopped()) is not None:
+                    self._break(self._stop(stopped, "nothing was asked of it"))
+                    continue
                 for member in self.members:
                     if member.connection in ready and self.broken is None:
                         self._receive(member)  # nothing is asked: a stray, or the end of a rank
@@ -172,8 +178,13 @@ class Control:
         answered: set[int] = set()
         deadline = time.monotonic() + job.timeout_s
         while len(answered) < len(self.members):
-            ready = wait(self._connections(), timeout=max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            ready = wait(self._connections(), timeout=min(left, TICK_S))
+            if (stopped := self._long_stopped()) is not None:
+                raise self._break(self._stop(stopped, job.name))
             if not ready:
+                if time.monotonic() < deadline:
+                    continue
                 if failures:
                     # The others wait for the failed rank inside a collective and will not come back.
                     raise self._break(_raised(failures[0]))
@@ -196,8 +207,23 @@ class Control:
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         if failures:
+            self._check_in_step(failures[0])
             raise _raised(failures[0])
         return [values[member.rank] for member in self.members]
+
+    def _check_in_step(self, failure: Failed) -> None:
+        """A rank has failed, and all have answered. They may go on only where nobody is ahead of anybody.
+
+        A rank that failed before a message that another has sent, or inside a collective that others have left, would
+        take the next one for it and go on with the wrong numbers.
+        """
+        statuses = self._statuses(exclude=set())
+        silent = [member.rank for member in self.members if member.rank not in statuses]
+        text = f"ranks {silent} do not say where they are" if silent else _out_of_step(statuses)
+        if text:
+            broken = DeploymentError(f"{failure.error.message}; after that the ranks are out of step: {text}")
+            broken.add_note(f"traceback of rank {failure.rank}:\n{failure.traceback}")
+            raise self._break(broken)
 
     def _send(self, member: Member, command: Command, job: _Job) -> None:
         try:
@@ -214,6 +240,33 @@ class Control:
             return message
         except (EOFError, OSError):
             raise _Gone(member) from None
+
+    @property
+    def _tick_s(self) -> float | None:
+        return TICK_S if self.broken is None else None
+
+    def _long_stopped(self) -> Member | None:
+        """A rank that a signal has held for STOPPED_S: it would keep the others waiting for ever.
+
+        Ranks that were started elsewhere cannot be seen from here; those show in the time limit of a command.
+        """
+        if self.broken is not None:
+            return None
+        now = time.monotonic()
+        for member in self.members:
+            if member.process is None or not member.process.is_stopped:
+                self._stopped_since.pop(member.rank, None)
+            elif now - self._stopped_since.setdefault(member.rank, now) >= STOPPED_S:
+                return member
+        return None
+
+    def _stop(self, member: Member, command: str) -> DeploymentError:
+        """Error for a rank that a signal holds."""
+        assert member.process is not None
+        statuses = self._statuses(exclude={member.rank})
+        alive = [f"rank {rank}: {_status_text(status)}" for rank, status in sorted(statuses.items())]
+        text = f"{member} hangs during {command!r}: stopped by a signal for {STOPPED_S:g} s"
+        return DeploymentError("\n".join([text, member.process.describe(), *alive]))
 
     def _connections(self) -> list[Connection]:
         return [] if self.broken is not None else [member.connection for member in self.members]
@@ -324,6 +377,25 @@ class _Gone(Exception):
 def _raised(failure: Failed) -> WorkbenchError:
     failure.error.add_note(f"traceback of rank {failure.rank}:\n{failure.traceback}")
     return failure.error
+
+
+def _out_of_step(statuses: Mapping[int, Status]) -> str:
+    """Where ranks that have all answered stand at different places of the same group; "" where they do not."""
+    for rank, status in sorted(statuses.items()):
+        if not status.is_between:
+            return f"rank {rank} left {status.collective} unfinished"
+    for name, ranks in sorted({key for status in statuses.values() for key in status.entered}):
+        counts = {rank: statuses[rank].entered.get((name, ranks), 0) for rank in ranks if rank in statuses}
+        if name.endswith("/receive"):
+            continue
+        if name.endswith("/send"):
+            received = (name.removesuffix("send") + "receive", ranks)
+            num_received = sum(status.entered.get(received, 0) for status in statuses.values())
+            if sum(counts.values()) != num_received:
+                return f"{sum(counts.values())} messages were sent over {list(ranks)}, {num_received} received"
+        elif len(set(counts.values())) > 1:
+            return f"operations of group {name} entered by rank: {counts}"
+    return ""
 
 
 def _status_text(status: Status) -> str:

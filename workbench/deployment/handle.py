@@ -18,7 +18,7 @@ from typing import cast
 
 import numpy as np
 
-from workbench.base import DeploymentError, RequestError
+from workbench.base import DeploymentError, RequestError, WorkbenchError
 from workbench.deployment.control import Control, Member
 from workbench.deployment.gather import gather_ranks
 from workbench.deployment.protocol import Address, Door
@@ -40,18 +40,22 @@ from workbench.spec import ModelSpec, read_spec, require_runnable
 
 __all__ = ["Deployment", "Timeouts"]
 
+STEPS = ("encode", "drop", "step", "ping")  # commands that every answer waits for
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
     """Seconds without any sign of life after which something counts as hung.
 
-    `start_s`: until all ranks have reported. `load_s`: between two signs of progress. `command_s`: any other command.
-    `collective_s`: what the collective library itself waits; larger than `command_s`, so that the handle speaks first.
+    `start_s`: until all ranks have reported. `load_s`: between two signs of progress. `step_s`: a step, an image to
+    encode, a ping; None as any other command, which may take `command_s`. `collective_s`: what the collective library
+    itself waits; larger than the others, so that the handle speaks first.
     """
 
     start_s: float = 120.0
     load_s: float = 600.0
     command_s: float = 300.0
+    step_s: float | None = None
     collective_s: float = 900.0
 
 
@@ -228,6 +232,16 @@ class Deployment:
         return self.reports[0].spec
 
     @property
+    def failure(self) -> WorkbenchError | None:
+        """What has ended the ranks, as soon as it is noticed; None while they are there."""
+        return self._control.broken
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether all ranks are there and in step with each other, as far as is known."""
+        return self._control.broken is None and self._finalizer.alive
+
+    @property
     def world_size(self) -> int:
         return self.layout.world_size
 
@@ -259,13 +273,13 @@ class Deployment:
         """Takes effect with the next step, which saves a round to all ranks."""
         self._resets.append((replica, slot))
 
-    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
+    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken | WorkbenchError]]:
         if len(inputs) != self.layout.dp:
             raise RequestError(f"{len(inputs)} inputs", expected=f"one for each of {self.layout.dp} replicas")
         resets, self._resets = self._resets, []
         slots = [[slot for replica, slot in resets if replica == dp] for dp in range(self.layout.dp)]
         answers = self._request("step", [{"resets": slots[at.dp], "steps": inputs[at.dp]} for at in self._coords])
-        return [cast(list[SampledToken], answers[rank]) for rank in self._samplers()]
+        return [cast(list[SampledToken | WorkbenchError], answers[rank]) for rank in self._samplers()]
 
     def forward(
         self,
@@ -340,6 +354,8 @@ class Deployment:
         while len(tokens) < sampling.max_tokens:
             step = SequenceStep(slot=0, start=start, token_ids=new, sample=sampling, step_idx=len(tokens))
             (token,) = self.step([(step,), *idle])[0]
+            if isinstance(token, WorkbenchError):
+                raise token
             start, new = start + len(new), (token.token_id,)
             if token.token_id in sampling.stop_ids:
                 break
@@ -383,7 +399,8 @@ class Deployment:
 
     def _request(self, name: str, args: Sequence[Mapping[str, object]] = ()) -> list[object]:
         """Answers by rank; `args` by rank, or none for all."""
-        return self._control.request(name, args, timeout_s=self.timeouts.command_s)
+        step_s = self.timeouts.step_s if name in STEPS else None
+        return self._control.request(name, args, timeout_s=step_s or self.timeouts.command_s)
 
 
 def _end(control: Control, folder: Path | None) -> None:

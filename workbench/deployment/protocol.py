@@ -17,8 +17,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -91,7 +91,11 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """What a rank is doing at this moment: operation, last collective, and where in the code it is."""
+    """What a rank is doing at this moment: operation, last collective, and where in the code it is.
+
+    `entered` counts the operations of each (group, its ranks) since loading; messages count as groups of their own,
+    "GROUP/send" and "GROUP/receive". `is_between` says that the last one entered has come to its end.
+    """
 
     id: int
     rank: int
@@ -99,6 +103,8 @@ class Status:
     collective: str
     num_collectives: int
     stack: str
+    entered: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    is_between: bool = True
 
 
 Message = Progress | Done | Failed | Status

@@ -52,12 +52,19 @@ class RankProcess:
         code = self.process.poll()
         return HINTS.get(-code, "") if code is not None else ""
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it (SIGSTOP, SIGTSTP); one that a debugger holds for a look does not count."""
+        return self._state_letter() == "T"
+
+    def _state_letter(self) -> str:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return ""
+
     def state(self) -> str:
         """What the system says of the running process: "running", "sleeping", "stopped", ..."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return "unknown"
         names = {
             "R": "running",
             "S": "sleeping",
@@ -66,7 +73,8 @@ class RankProcess:
             "t": "stopped",
             "Z": "dead",
         }
-        return names.get(fields[0], fields[0])
+        letter = self._state_letter()
+        return names.get(letter, letter or "unknown")
 
     def describe(self) -> str:
         """Last operation, last collective and last log lines."""

@@ -19,10 +19,12 @@ import socket
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from workbench.base import DeploymentError
 from workbench.deployment.protocol import (
@@ -37,6 +39,9 @@ from workbench.deployment.protocol import (
     portable,
 )
 from workbench.deployment.slate import Slate
+
+if TYPE_CHECKING:
+    from workbench.parallel.collectives import CollectiveLog, CollectiveRecord
 
 __all__ = ["Worker", "main"]
 
@@ -57,6 +62,8 @@ class Worker:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._parent = os.getppid()
         self._progress_id = -1
+        self._log: CollectiveLog | None = None
+        self._entered: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def run(self) -> None:
         """Serve until "shutdown"; the process then ends without torch's own teardown, which may wait for dead peers."""
@@ -84,6 +91,17 @@ class Worker:
                 self._send(message)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 self._send(self._failure(command, DeploymentError(f"the answer cannot be sent: {error}")))
+
+    def watch(self, log: CollectiveLog) -> None:
+        """Note every operation that `log` records from now on."""
+        self._log = log
+        log.listener = self._enter
+
+    def _enter(self, record: CollectiveRecord) -> None:
+        self.slate.collective(str(record))
+        # The two ends of a message name it differently, so each end is counted for itself.
+        is_message = record.name in ("send", "receive")
+        self._entered[f"{record.group}/{record.name}" if is_message else record.group, record.ranks] += 1
 
     def progress(self, value: object) -> None:
         """Report progress of the command in hand."""
@@ -132,6 +150,8 @@ class Worker:
             collective=words.collective,
             num_collectives=words.num_collectives,
             stack="".join(frames).rstrip(),
+            entered=dict(self._entered),
+            is_between=self._log is None or self._log.is_last_finished,
         )
 
     def _leave(self, code: int) -> None:

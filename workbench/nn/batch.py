@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -31,6 +32,7 @@ class TokenBatch:
     image_rows: Tensor | None = None  # (M,) int64 rows of T whose embeddings are image features
     image_features: Tensor | None = None  # (M, D)
     zero_rows: Tensor | None = None  # (Z,) int64 rows whose embedding is zeroed (pad tokens of a prompt with images)
+    tentative: tuple[int, ...] = ()  # sequences whose tokens may turn out not to have happened; see `nn.rewind`
 
     def __post_init__(self) -> None:
         if not len(self.lengths) == len(self.starts) == len(self.slots):
@@ -89,6 +91,7 @@ class Segments:
         # Cache coordinates of every row: the slot, and the position in the sequence.
         self.token_slots = self.table(s for s, n in zip(self.slots, self.lengths, strict=True) for _ in range(n))
         self.positions = self.table(p for a, n in zip(self.starts, self.lengths, strict=True) for p in range(a, a + n))
+        self.tentative = batch.tentative
         singles = [s for s, length in enumerate(self.lengths) if length == 1]
         self.singles = self.table(singles)  # sequences of one new token, and the rows where those stand
         self.single_rows = self.table(self.offsets[s] for s in singles)
@@ -104,6 +107,16 @@ class Segments:
     @property
     def longest(self) -> int:
         return max(self.lengths, default=0)
+
+    @cached_property
+    def settled(self) -> Tensor:
+        """(S',) the sequences that are not tentative."""
+        return self.table(s for s in range(self.num_sequences) if s not in self.tentative)
+
+    @cached_property
+    def tentative_rows(self) -> Tensor:
+        """(R,) the rows of the tentative sequences, one sequence behind another."""
+        return self.table(row for s in self.tentative for row in range(self.offsets[s], self.offsets[s + 1]))
 
     def rows_of(self, sequence: int) -> slice:
         return slice(self.offsets[sequence], self.offsets[sequence + 1])

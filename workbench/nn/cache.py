@@ -5,7 +5,7 @@ KDA keeps a state of fixed size and the last inputs of its convolutions; MLA kee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from workbench.base import RequestError
-from workbench.nn.batch import TokenBatch
+from workbench.nn.batch import Segments, TokenBatch
+from workbench.nn.rewind import HeldChunks, HeldRows, settle
 from workbench.spec import KDASpec, MLASpec, ModelSpec
 
 __all__ = ["Cache", "Page", "StateCache"]
@@ -31,6 +32,10 @@ class Cache(Protocol):
         ...
 
     def write_kda(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None: ...
+
+    def hold_kda(self, layer_idx: int, segments: Segments, rows: HeldRows) -> None:
+        """Keep what the tentative sequences of a batch would write, until it is known what of it is true."""
+        ...
 
     def append_latent(self, layer_idx: int, slots: Tensor, positions: Tensor, latent: Tensor) -> None:
         """Store rows (T, latent | shared key) at (slot, position), both (T,)."""
@@ -69,6 +74,9 @@ class StateCache:
         tp_size: int = 1,
     ):
         self.num_slots, self.max_tokens = num_slots, max_tokens
+        self.device = torch.device(device)
+        self._held: list[HeldChunks] = []
+        self._holding: Segments | None = None  # of the forward pass that the last of them belongs to
         self.conv: dict[int, Tensor] = {}  # layer -> (slots, 3 of q k v, C, K-1), inputs before the convolution
         self.state: dict[int, Tensor] = {}  # layer -> (slots, H, Dv, Dk) fp32
         self.latent: dict[int, Tensor] = {}  # layer -> (slots, max_tokens, latent | shared key)
@@ -94,6 +102,22 @@ class StateCache:
         for table in (self.conv, self.state, self.latent):
             for values in table.values():
                 values[slot].zero_()
+        for held in self._held:
+            held.spans.pop(slot, None)
+        self._drop_settled()
+
+    def settle(self, starts: Mapping[int, int]) -> None:
+        """Before slots go on at `starts`: what came true of their tentative tokens moves their state now.
+
+        Raises RequestError for a start that does not fit what a slot holds.
+        """
+        self._holding = None
+        for held in self._held:
+            settle(held, starts, self, self.device)
+        self._drop_settled()
+
+    def _drop_settled(self) -> None:
+        self._held = [held for held in self._held if held.spans]
 
     def keep(self, slot: int, start: int, stop: int) -> Page:
         """A copy of tokens [start, stop) of a slot that holds `stop` tokens now."""
@@ -135,6 +159,12 @@ class StateCache:
     def write_kda(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None:
         self.conv[layer_idx].index_copy_(0, slots, conv)
         self.state[layer_idx].index_copy_(0, slots, state)
+
+    def hold_kda(self, layer_idx: int, segments: Segments, rows: HeldRows) -> None:
+        if self._holding is not segments:
+            self._held.append(HeldChunks.of(segments))
+            self._holding = segments
+        self._held[-1].layers[layer_idx] = rows
 
     @torch.no_grad()
     def append_latent(self, layer_idx: int, slots: Tensor, positions: Tensor, latent: Tensor) -> None:

@@ -21,6 +21,7 @@ from workbench.nn.delta_rule import delta_rule
 from workbench.nn.linear import Linear
 from workbench.nn.norm import GatedRMSNorm
 from workbench.nn.precision import Precision, as_float
+from workbench.nn.rewind import HeldRows
 from workbench.nn.short_conv import ShortConv
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.spec import KDASpec
@@ -69,7 +70,13 @@ class KDA(nn.Module):
             known = (old for old in before if old is not None)  # all, where there is a cache
             tails = [conv.tail(new, segments, old) for conv, new, old in zip(convs, inputs, known, strict=True)]
             after = torch.stack(tails, 1)
-            cache.write_kda(self.layer_idx, segments.slot_index, after, state)
+            if segments.tentative:
+                rows, settled = segments.tentative_rows, segments.settled
+                held = HeldRows(torch.stack(inputs, 1)[rows], k[rows], v[rows], g[rows], beta[rows])
+                cache.hold_kda(self.layer_idx, segments, held)
+                cache.write_kda(self.layer_idx, segments.slot_index[settled], after[settled], state[settled])
+            else:
+                cache.write_kda(self.layer_idx, segments.slot_index, after, state)
         gated = self.o_norm(output.to(x.dtype), self._heads(self.g_proj(x)))
         return self.tp.reduce(self.o_proj(gated.flatten(-2)))
 

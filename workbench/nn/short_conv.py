@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from workbench.nn.batch import Segments
 from workbench.nn.precision import as_float
 
-__all__ = ["ShortConv"]
+__all__ = ["ShortConv", "tail_of"]
 
 
 class ShortConv(nn.Module):
@@ -38,8 +38,7 @@ class ShortConv(nn.Module):
 
     def tail(self, x: Tensor, segments: Segments, before: Tensor) -> Tensor:
         """The last K - 1 inputs of every sequence (S, C, K - 1): what the next call needs as `before`."""
-        _, tails = segments.windows(self.weight.shape[2])
-        return _prepend(x, before)[tails].mT
+        return tail_of(x, segments, before)
 
 
 class _WholeConv(torch.autograd.Function):
@@ -66,6 +65,12 @@ class _WholeConv(torch.autograd.Function):
             grad_x[:-j].addcmul_(reached, taps[:, -1 - j])
             grad_taps[:, -1 - j] = reached.mul_(x[:-j]).sum(0)
         return grad_x, grad_taps, None
+
+
+def tail_of(x: Tensor, segments: Segments, before: Tensor) -> Tensor:
+    """The last K - 1 inputs of every sequence (S, C, K - 1), from new ones (T, C) and those before (S, C, K - 1)."""
+    _, tails = segments.windows(before.shape[-1] + 1)
+    return _prepend(x, before)[tails].mT
 
 
 def _prepend(x: Tensor, before: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ def encode_images(model: Model, ctx: RankContext, patches: Tensor, grids: Sequen
 
     For a model whose first stage this is; every rank of the tp group calls it with the same images. Where the tower is
     not split, each rank encodes some of the images and the features are gathered; the tower's gradients then cover
-    this rank's images only, see `sum_vision_gradients`.
+    this rank's images only, see `sum_vision_gradients`. A rank whose own images fail raises after the gather, where the
+    others wait for it; what they get of these images is not a number.
     """
     if ctx.tp.size == 1 or not grids or vision_is_sharded(model.spec, ctx.layout):
         return model.encode_images(patches, grids)
@@ -34,15 +35,23 @@ def encode_images(model: Model, ctx: RankContext, patches: Tensor, grids: Sequen
     tokens = [rows * columns // model.spec.vision.merge_size**2 for _, rows, columns in grids]
     shares = share_images(sizes, ctx.tp.size)
     mine = shares[ctx.tp.rank]
+    counts = [sum(tokens[i] for i in share) for share in shares]
+    failure: Exception | None = None
     if mine:
-        own = torch.cat([patches[ends[i] - sizes[i] : ends[i]] for i in mine])
-        features = model.encode_images(own, [grids[i] for i in mine])
+        try:
+            own = torch.cat([patches[ends[i] - sizes[i] : ends[i]] for i in mine])
+            features = model.encode_images(own, [grids[i] for i in mine])
+        except Exception as error:
+            failure = error
+            shape = (counts[ctx.tp.rank], model.spec.hidden_size)
+            features = patches.new_full(shape, float("nan"), dtype=model.dtype)
     else:
         features = patches.new_zeros((0, model.spec.hidden_size), dtype=model.dtype)
         features.requires_grad_(torch.is_grad_enabled())  # this rank takes part in the backward of the gather
-    counts = [sum(tokens[i] for i in share) for share in shares]
     arrived = [i for share in shares for i in share]
     gathered = gather_rows(features, counts, ctx.tp).split([tokens[i] for i in arrived])
+    if failure is not None:
+        raise failure
     pieces = dict(zip(arrived, gathered, strict=True))
     return torch.cat([pieces[i] for i in range(len(grids))])
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from workbench.serving.engine import Engine, EngineStats, Finish, Generation, TokenEvent
+from workbench.serving.engine import Engine
+from workbench.serving.generation import EngineStats, Finish, Generation, TokenEvent
 from workbench.serving.inputs import (
     ImageInput,
     ImageLimits,
@@ -25,7 +26,8 @@ from workbench.serving.open import open_service
 from workbench.serving.reply import Answer, Reply, Timings, Usage
 from workbench.serving.requests import GenerationRequest, PlacedImage, SamplingParams
 from workbench.serving.service import MultimodalInferenceService
-from workbench.serving.steps import ImageSpan, Runner, RunnerInfo, SampledToken, SequenceStep, StepInput
+from workbench.serving.speculation import Drafter, ModelDrafter, PromptLookup
+from workbench.serving.steps import Draft, ImageSpan, Runner, RunnerInfo, SampledToken, SequenceStep, StepInput
 from workbench.serving.stop import StopMatcher
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "Draft",
+    "Drafter",
     "Engine",
     "EngineStats",
     "Finish",
@@ -45,8 +49,10 @@ __all__ = [
     "ImageSpan",
     "LocalRunner",
     "Message",
+    "ModelDrafter",
     "MultimodalInferenceService",
     "PlacedImage",
+    "PromptLookup",
     "PromptTokens",
     "RankRunner",
     "Reply",

@@ -1,96 +1,44 @@
 """The loop that turns requests into steps of a runner and tokens back into events, in one background thread.
 
-Callers submit from any thread and read their own stream of tokens. Only the engine's thread calls the runner. Whatever
-goes wrong there reaches every request in flight as an error: nobody waits for ever.
+Callers submit from any thread and read their own stream of tokens. Only the engine's thread calls the runner.
+
+Whatever goes wrong reaches whoever it concerns as an error, and nobody waits for ever. Where the runner says that it
+`is_intact`, a failure belongs to one request and ends that one: the request whose picture could not be encoded, whose
+logits were not finite, whose grammar or listener gave up. A step of several that failed as a whole is no one's yet, so
+its sequences are read anew one by one, and the one that fails alone is the one that ends. Where the runner is not
+intact, a rank has died, hangs or is out of step, and every request in flight fails at once; a runner that is
+`Recovering` then begins anew, and so do the slots here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
 
-from workbench.base import DeploymentError, RequestError, WorkbenchError
+from workbench.base import (
+    DeploymentError,
+    ImageError,
+    ModelRestartingError,
+    RequestError,
+    RequestFailedError,
+    WorkbenchError,
+)
+from workbench.serving.generation import EngineStats, Finish, Generation, Listener, TokenEvent
 from workbench.serving.owner import claim_runner, release_runner
 from workbench.serving.requests import GenerationRequest, check_request
-from workbench.serving.scheduler import FinishReason, Scheduler, SequenceState
-from workbench.serving.steps import Runner
+from workbench.serving.scheduler import FinishReason, ImageToEncode, Scheduler, SequenceState, StepPlan
+from workbench.serving.speculation import DraftAsk, Drafter
+from workbench.serving.steps import Draft, Recovering, Runner, SampledToken
 
-__all__ = ["Engine", "EngineStats", "Finish", "Generation", "Listener", "TokenEvent"]
+__all__ = ["Engine"]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenEvent:
-    """A generated token, its natural-log probability, and when it was there (s, the engine's clock)."""
-
-    token_id: int
-    logprob: float
-    time_s: float
-    top: tuple[tuple[int, float], ...] = ()  # likeliest ids and their log probabilities, where they were asked for
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finish:
-    """How a request ended. `num_tokens` counts all generated tokens, a stop token among them; `error`: it failed."""
-
-    reason: FinishReason
-    num_tokens: int
-    time_s: float
-    error: WorkbenchError | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStats:
-    num_waiting: int
-    num_running: int
-    num_free_slots: int
-    num_steps: int
-    num_aborted: int
-    num_preempted: int = 0
-    num_cached_tokens: int = 0  # tokens that kept pages saved from being read
-
-
-Listener = Callable[[TokenEvent | Finish], None]
-
-
-class Generation:
-    """The tokens of one request, as they come. Iterate once; the stop token itself is not among them.
-
-    With a listener the events go there instead, and there is nothing to iterate.
-    """
-
-    def __init__(self, engine: Engine, request_id: int, submitted_s: float, listener: Listener | None = None) -> None:
-        self.request_id = request_id
-        self.submitted_s = submitted_s
-        self.admitted_s: float | None = None
-        self.num_cached = 0  # tokens of the prompt that were not read again
-        self.finish: Finish | None = None
-        self._engine = engine
-        self._events: SimpleQueue[TokenEvent | Finish] = SimpleQueue()
-        self._listener = listener or self._events.put
-
-    def __iter__(self) -> Iterator[TokenEvent]:
-        """Tokens until the end, which `finish` then describes. Raises the engine's error where the request failed."""
-        while self.finish is None:
-            event = self._events.get()
-            if isinstance(event, TokenEvent):
-                yield event
-            else:
-                self.finish = event
-        if self.finish.error is not None:
-            # A copy: one error object raised in many threads would gather all their tracebacks.
-            raise copy.copy(self.finish.error) from self.finish.error
-
-    def abort(self) -> None:
-        """Stop the request and free its slot; harmless after its end."""
-        self._engine.abort(self.request_id)
-
-    def put(self, event: TokenEvent | Finish) -> None:
-        self._listener(event)
+LOG = logging.getLogger("workbench.engine")
+LOOK_S = 0.5  # how often an idle engine looks whether its runner is still there
 
 
 class Engine:
@@ -99,6 +47,8 @@ class Engine:
     `step_tokens` is the most new tokens per replica and step, at least one per slot; `max_queue` the most requests that
     wait for a slot. With `prefix_pages` each replica keeps up to that many pages, of `page_tokens` tokens, of the
     beginnings of prompts; a page costs the cached rows of its tokens and one recurrent state.
+    With a `drafter` the next tokens of sequences are guessed and several may be confirmed by one step; answers stay as
+    they are. A drafter that fails is let go, and `draft_error` says why.
     Use `start()` for the background thread, or call `step_once()` by hand.
     """
 
@@ -110,6 +60,7 @@ class Engine:
         max_queue: int = 256,
         prefix_pages: int = 0,
         page_tokens: int = 256,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
@@ -121,6 +72,8 @@ class Engine:
             prefix_pages=prefix_pages,
             page_tokens=page_tokens,
         )
+        self.draft_error: Exception | None = None
+        self._drafter = drafter
         self._clock = clock
         self._changed = threading.Condition()  # guards the scheduler, the table of requests and the flags below
         self._requests: dict[int, tuple[SequenceState, Generation]] = {}
@@ -128,9 +81,13 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._error: WorkbenchError | None = None
+        self._is_recovering = False
+        self._num_restarts = 0
         self._num_steps = 0
         self._num_aborted = 0
         self._num_cached = 0
+        self._num_drafted = 0
+        self._num_accepted = 0
 
     def start(self) -> Engine:
         """Start the background thread; does nothing where it runs already. An engine that failed stays failed.
@@ -156,18 +113,26 @@ class Engine:
 
     @property
     def error(self) -> WorkbenchError | None:
-        """What made the engine fail, if anything."""
-        return self._error
+        """What made the engine fail for good, if anything."""
+        return None if self._is_recovering else self._error
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the runner is being replaced: no request is taken until that is done."""
+        return self._is_recovering
 
     def submit(self, request: GenerationRequest, listener: Listener | None = None) -> Generation:
         """Queue a request. Raises RequestError for a request that cannot run, QueueFullError where the line is full,
-        DeploymentError where the engine is stopped, and its error again where it has failed.
+        DeploymentError where the engine is stopped, ModelRestartingError while the runner is being replaced, and the
+        engine's error again where it has failed.
 
         A `listener` gets each event as it happens, the first ones perhaps before this returns. It runs in the engine's
         thread: it must be quick, raise nothing and call nothing here.
         """
         check_request(request, self.info)
         with self._changed:
+            if self._is_recovering:
+                raise ModelRestartingError("the model is starting again after a failure", next_step="Try again shortly")
             if self._error is not None:
                 raise copy.copy(self._error) from self._error
             if self._is_stopping:
@@ -202,10 +167,13 @@ class Engine:
                 num_aborted=self._num_aborted,
                 num_preempted=self.scheduler.num_preempted,
                 num_cached_tokens=self._num_cached,
+                num_restarts=self._num_restarts,
+                num_drafted=self._num_drafted,
+                num_accepted=self._num_accepted,
             )
 
     def step_once(self) -> bool:
-        """Admit, plan, compute and hand out one step; returns whether there was any. A failure ends all requests."""
+        """Admit, plan, compute and hand out one step; returns whether there was any. A broken runner ends them all."""
         try:
             return self._step()
         except Exception as error:
@@ -222,34 +190,108 @@ class Engine:
                 generation.admitted_s = generation.admitted_s or now  # a pause is no second admission
                 generation.num_cached = generation.num_cached or sequence.num_cached
                 self._num_cached += sequence.num_cached
-            plan = self.scheduler.plan()
+            asks = self.scheduler.draft_asks() if self._drafter is not None else []
+        drafts = self._drafts(asks)
+        with self._changed:
+            plan = self.scheduler.plan(drafts)
             unused = self.scheduler.unused()
         for replica, keys in unused:
             self.runner.drop_images(replica, keys)
-        if not plan.num_tokens:
-            return False
         for sequence in admitted:
             self.runner.reset_slot(sequence.replica, sequence.slot)
-        for replica, image in plan.encode:
-            self.runner.encode_images(replica, [image])
-        sampled = self.runner.step(plan.inputs)
+        if not plan.num_tokens:
+            return False
+        if not all(self._encode(image) for image in plan.encode):
+            return True  # the plan had a request in it that has ended
+        try:
+            sampled = self.runner.step(plan.inputs)
+        except Exception as error:
+            if not self.runner.is_intact:
+                raise
+            self._isolate(plan, error)
+            return True
         with self._changed:
             self._num_steps += 1
             now = self._clock()
-            for sequence, token, reason in self.scheduler.commit(plan, sampled):
-                if (error := _constraint_error(sequence)) is not None:
-                    self.scheduler.release(sequence)
-                    self._finish(sequence, "abort", error)
-                    continue
-                if reason != "stop":
-                    event = TokenEvent(token_id=token.token_id, logprob=token.logprob, top=token.top, time_s=now)
-                    self._requests[sequence.request_id][1].put(event)
-                if reason is not None:
-                    self.scheduler.release(sequence)
-                    self._finish(sequence, reason)
+            before = _drafted(plan)
+            news = self.scheduler.commit(plan, sampled)
+            after = _drafted(plan)
+            self._num_drafted += after[0] - before[0]
+            self._num_accepted += after[1] - before[1]
+            for sequence, token, reason in news:
+                self._hand_out(sequence, token, reason, now)
             self._release_aborted()
             self.scheduler.check()
         return True
+
+    def _drafts(self, asks: Sequence[DraftAsk]) -> dict[int, tuple[Draft, ...]]:
+        """Guesses by request, never more than there is room for."""
+        if not asks or self._drafter is None:
+            return {}
+        try:
+            drafts = self._drafter.propose(asks)
+        except Exception as error:  # guessing is a convenience: whatever goes wrong there costs no answer
+            self.draft_error, self._drafter = error, None
+            LOG.error("guessing has failed and is switched off", exc_info=error)
+            return {}
+        return {ask.request_id: tuple(drafts.get(ask.request_id, ()))[: ask.room] for ask in asks}
+
+    def _encode(self, image: ImageToEncode) -> bool:
+        """Whether the image was encoded; where it was not, the request that asked for it has ended."""
+        key = image.image[0]
+        try:
+            self.runner.encode_images(image.replica, [image.image])
+        except Exception as error:
+            if not self.runner.is_intact:
+                raise
+            self.runner.drop_images(image.replica, [key])  # ranks that had come to their end hold its features
+            with self._changed:
+                own = error if isinstance(error, (ImageError, RequestError)) else _own_error(error)
+                self._end(image.sequence, own)
+            return False
+        with self._changed:
+            self.scheduler.mark_encoded(image.replica, key)
+        return True
+
+    def _isolate(self, plan: StepPlan, error: Exception) -> None:
+        """A step failed and the runner is intact: end its only request, or find out which of several it was."""
+        with self._changed:
+            self._num_steps += 1
+            sequences = [sequence for replica in plan.sequences for sequence in replica]
+            if len(sequences) == 1:
+                self._end(sequences[0], _own_error(error))
+            else:
+                self._release_aborted()
+                self.scheduler.suspect(plan)
+            self.scheduler.check()
+
+    def _hand_out(
+        self, sequence: SequenceState, token: SampledToken | WorkbenchError, reason: FinishReason | None, now: float
+    ) -> None:
+        if sequence.request_id not in self._requests:
+            return  # it ended with an earlier token of this step
+        generation = self._requests[sequence.request_id][1]
+        generation.num_drafted, generation.num_accepted = sequence.num_drafted, sequence.num_accepted
+        error = sequence.failure or _constraint_error(sequence)
+        if isinstance(token, WorkbenchError):
+            error = _own_error(token)
+        elif error is None and reason != "stop":
+            event = TokenEvent(token_id=token.token_id, logprob=token.logprob, top=token.top, time_s=now)
+            try:
+                generation.put(event)
+            except Exception as raised:
+                error = RequestFailedError(f"whoever listens to this request failed: {type(raised).__name__}: {raised}")
+        if error is not None:
+            self._end(sequence, error)
+        elif reason is not None:
+            self.scheduler.release(sequence)
+            self._finish(sequence, reason)
+
+    def _end(self, sequence: SequenceState, error: WorkbenchError) -> None:
+        """A failure of this request alone. One that was aborted meanwhile has had its end; its slot is freed later."""
+        if not sequence.is_aborted:
+            self.scheduler.release(sequence)
+            self._finish(sequence, "abort", error)
 
     def _release_aborted(self) -> None:
         for running in self.scheduler.running:
@@ -258,15 +300,33 @@ class Engine:
 
     def _finish(self, sequence: SequenceState, reason: FinishReason, error: WorkbenchError | None = None) -> None:
         _, generation = self._requests.pop(sequence.request_id)
-        generation.put(Finish(reason=reason, num_tokens=len(sequence.generated), time_s=self._clock(), error=error))
+        with contextlib.suppress(Exception):  # a listener that fails must not take the others with it
+            generation.put(Finish(reason=reason, num_tokens=len(sequence.generated), time_s=self._clock(), error=error))
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, WorkbenchError):
-            self._error = error
-        else:
-            self._error = DeploymentError(f"the runner failed: {type(error).__name__}: {error}")
-            self._error.__cause__ = error
-        self._finish_all(self._error)
+        # Never an error about a request: it is told to requests that have nothing to do with it.
+        told = error if isinstance(error, DeploymentError) else _machine_error(error)
+        with self._changed:
+            self._error = told
+            self._is_recovering = self._thread is not None and isinstance(self.runner, Recovering)
+        self._finish_all(told)
+
+    def _recover(self) -> bool:
+        """Whether the runner has begun anew after a failure."""
+        if not self._is_recovering or not isinstance(self.runner, Recovering):
+            return False
+        try:
+            self.runner.recover(lambda: not self._is_stopping)
+        except Exception as error:
+            with self._changed:
+                self._error = error if isinstance(error, DeploymentError) else _machine_error(error)
+                self._is_recovering = False
+            return False
+        with self._changed:
+            self.scheduler.begin_anew()
+            self._num_restarts += 1
+            self._error, self._is_recovering = None, False
+        return True
 
     def _finish_all(self, error: WorkbenchError) -> None:
         with self._changed:
@@ -279,19 +339,25 @@ class Engine:
         try:
             while True:
                 with self._changed:
-                    while not self._is_stopping and self._error is None and not self.scheduler.has_work:
-                        self._changed.wait()
-                    if self._is_stopping or self._error is not None:
+                    while not (self._is_stopping or self._error or self.runner.failure or self.scheduler.has_work):
+                        self._changed.wait(LOOK_S)
+                    if self._is_stopping:
                         return
-                self.step_once()
+                if self._error is None:
+                    if self.runner.failure is not None:
+                        self._fail(self.runner.failure)
+                    else:
+                        self.step_once()
+                if self._error is not None and not self._recover():
+                    return
         except BaseException as error:  # a bug of ours: report it to whoever waits, then let it show
             self._fail(error)
             raise
         finally:
-            self._drop_pages()
+            self.drop_pages()
             release_runner(self.runner)
 
-    def _drop_pages(self) -> None:
+    def drop_pages(self) -> None:
         """Leave nothing kept behind: the next driver of the runner would know of none of it."""
         with self._changed:
             pages = self.scheduler.forget_pages()
@@ -300,8 +366,27 @@ class Engine:
         try:
             for replica, keys in pages:
                 self.runner.drop_images(replica, keys)
-        except WorkbenchError as error:
-            self._error = error
+        except Exception as error:
+            self._fail(error)
+
+
+def _drafted(plan: StepPlan) -> tuple[int, int]:
+    """Guesses so far, and how many held, of all sequences of a step."""
+    sequences = [sequence for replica in plan.sequences for sequence in replica]
+    return sum(each.num_drafted for each in sequences), sum(each.num_accepted for each in sequences)
+
+
+def _machine_error(error: BaseException) -> DeploymentError:
+    told = DeploymentError(f"the runner failed: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
+
+
+def _own_error(error: Exception) -> RequestFailedError:
+    """What the one request is told whose work failed on a runner that is intact."""
+    own = RequestFailedError(f"the model failed on this request: {type(error).__name__}: {error}")
+    own.__cause__ = error
+    return own
 
 
 def _constraint_error(sequence: SequenceState) -> WorkbenchError | None:

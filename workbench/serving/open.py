@@ -7,6 +7,7 @@ from pathlib import Path
 from workbench.base import ConfigError
 from workbench.serving.inputs import ImageProcessor, read_tokenizer
 from workbench.serving.service import MultimodalInferenceService
+from workbench.serving.speculation import Drafter
 from workbench.serving.steps import Runner
 from workbench.spec import read_json, read_spec, require_runnable
 
@@ -31,11 +32,17 @@ def thinks_first(root: Path | str) -> bool:
 
 
 def open_service(
-    model: Runner, root: Path | str, *, prefix_pages: int = 0, page_tokens: int = 256
+    model: Runner,
+    root: Path | str,
+    *,
+    prefix_pages: int = 0,
+    page_tokens: int = 256,
+    drafter: Drafter | None = None,
 ) -> MultimodalInferenceService:
     """A service over `model` with the tokenizer and image settings of checkpoint folder `root`; start it with `with`.
 
-    `prefix_pages` and `page_tokens` are as in `Engine`; whether it thinks first, `thinks_first` reads from the folder.
+    `prefix_pages`, `page_tokens` and `drafter` are as in `Engine`; whether it thinks first, `thinks_first` reads from
+    the folder.
     Raises TokenizerError where the folder's tokenizer is missing or disagrees with its config, ConfigError as
     `read_spec`.
     """
@@ -50,4 +57,5 @@ def open_service(
         prefix_pages=prefix_pages,
         page_tokens=page_tokens,
         thinking=thinks_first(root),
+        drafter=drafter,
     )

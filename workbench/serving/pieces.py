@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from workbench.serving.engine import TokenEvent
+from workbench.serving.generation import TokenEvent
 from workbench.serving.inputs import AnswerStream, Tokenizer
 from workbench.serving.inputs.messages import AnswerDelta
 from workbench.serving.stop import StopMatcher

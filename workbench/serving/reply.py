@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from workbench.base import RequestError, printable_lines
-from workbench.serving.engine import Generation, TokenEvent
+from workbench.serving.generation import Generation, TokenEvent
 from workbench.serving.pieces import AnswerPieces, Piece
 from workbench.serving.scheduler import FinishReason
 
@@ -16,11 +16,16 @@ __all__ = ["Answer", "Reply", "Timings", "Usage"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Token counts. Image tokens are part of the prompt tokens; a stop token counts as generated."""
+    """Token counts. Image tokens are part of the prompt tokens; a stop token counts as generated.
+
+    `drafted_tokens` were guessed ahead of the model, and `accepted_tokens` of them held.
+    """
 
     prompt_tokens: int
     image_tokens: int
     completion_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -188,6 +193,8 @@ class Reply:
                 prompt_tokens=self._prompt_tokens,
                 image_tokens=self._image_tokens,
                 completion_tokens=finish.num_tokens if finish is not None else len(self._events),
+                drafted_tokens=self._generation.num_drafted,
+                accepted_tokens=self._generation.num_accepted,
             ),
             timings=Timings(
                 queued_s=admitted_s - start if admitted_s is not None else total_s,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.base import LayoutError, RequestError
+from workbench.base import LayoutError, RequestError, WorkbenchError
 from workbench.loading import load_sharded_weights
 from workbench.nn.batch import TokenBatch
 from workbench.nn.cache import Cache, Page, StateCache
@@ -78,12 +78,13 @@ class RankRunner:
         self.cache.reset(slot)
 
     @torch.inference_mode()
-    def step(self, steps: StepInput) -> list[SampledToken]:
+    def step(self, steps: StepInput) -> list[SampledToken | WorkbenchError]:
         """Advance this replica. Tokens of the sequences that sample, in order, on the sampler; [] on other ranks.
 
         Raises RequestError for a chunk that does not fit its slot, or names an image that was not encoded or a page
         that is not kept.
         """
+        self.cache.settle({step.slot: step.start for step in steps})
         for step in steps:
             if step.restore:
                 self._restore(step)
@@ -152,7 +153,7 @@ def build_batch(
         if all_logits:
             logit_rows += range(offset, len(ids))
         elif step.sample is not None:
-            logit_rows.append(len(ids) - 1)
+            logit_rows += range(len(ids) - 1 - len(step.drafts), len(ids))
         if features is None:
             continue
         if step.has_images:
@@ -173,6 +174,7 @@ def build_batch(
         image_rows=table(image_rows) if pieces else None,
         image_features=torch.cat(pieces) if pieces else None,
         zero_rows=table(zero_rows) if zero_rows else None,
+        tentative=tuple(s for s, step in enumerate(steps) if step.drafts or step.is_tentative),
     )
 
 
@@ -201,6 +203,15 @@ class LocalRunner:
     def info(self) -> RunnerInfo:
         return self.rank.info
 
+    @property
+    def is_intact(self) -> bool:
+        """Always: one process is never out of step with itself."""
+        return True
+
+    @property
+    def failure(self) -> WorkbenchError | None:
+        return None
+
     def encode_images(self, replica: int, images: Sequence[EncodeImage]) -> None:
         assert replica == 0, replica
         self.rank.encode_images(images)
@@ -213,7 +224,7 @@ class LocalRunner:
         assert replica == 0, replica
         self.rank.reset_slot(slot)
 
-    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
+    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken | WorkbenchError]]:
         (steps,) = inputs
         return [self.rank.step(steps)]
 

@@ -13,24 +13,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.base import DeploymentError
+from workbench.base import DeploymentError, WorkbenchError
 from workbench.serving.requests import SamplingParams
 from workbench.serving.steps import SampledToken, SequenceStep
+from workbench.serving.uniform import uniform
 
-__all__ = ["keep_mask", "penalised", "sample_row", "sample_rows", "sample_steps", "uniform", "unpacked"]
+__all__ = [
+    "candidate_mass",
+    "draw",
+    "keep_mask",
+    "penalised",
+    "sample_row",
+    "sample_rows",
+    "sample_steps",
+    "told",
+    "uniform",
+    "unpacked",
+]
 
 # V vocabulary, R rows
 
 
-def sample_steps(logits_RV: Tensor, steps: Sequence[SequenceStep]) -> list[SampledToken]:
-    """One token per row of logits (R, V), row by row for the steps that sample."""
-    assert logits_RV.shape[0] == len(steps), (logits_RV.shape, len(steps))
-    rows = logits_RV.detach().to("cpu", torch.float32)
+def sample_steps(logits_RV: Tensor, steps: Sequence[SequenceStep]) -> list[SampledToken | WorkbenchError]:
+    """One token for each of the steps that sample, or the error of one without: logits (R, V), row by row.
+
+    A step with guesses has a row for each of them and one more; see `verify`.
+    """
+    if not steps:
+        return []
+    rows = logits_RV.detach().to("cpu", torch.float32).split([1 + len(step.drafts) for step in steps])
     return [
-        sample_row(row, step.sample, step.step_idx, history=step.history, allowed=step.allowed)
-        for row, step in zip(rows, steps, strict=True)
-        if step.sample is not None
+        _sampled(each, step, step.sample) for each, step in zip(rows, steps, strict=True) if step.sample is not None
     ]
+
+
+def _sampled(rows_RV: Tensor, step: SequenceStep, params: SamplingParams) -> SampledToken | WorkbenchError:
+    from workbench.serving.verify import verify
+
+    try:
+        if step.drafts:
+            return verify(rows_RV, step, params)
+        return sample_row(rows_RV[0], params, step.step_idx, history=step.history, allowed=step.allowed)
+    except WorkbenchError as error:
+        return error
+    except Exception as error:  # one row's arithmetic: the model's work for the others is done and good
+        return DeploymentError(f"sampling failed: {type(error).__name__}: {error}")
 
 
 def sample_rows(logits_RV: Tensor, params: Sequence[SamplingParams], step_idxs: Sequence[int]) -> list[SampledToken]:
@@ -49,6 +76,34 @@ def sample_row(
     Raises DeploymentError where the logits are not finite, for then the model's arithmetic broke down, and where
     `allowed` leaves no id.
     """
+    if params.temperature == 0.0:
+        chosen_V = _choosable(logits_V, params, step_idx, history, allowed)
+        return told(logits_V, int(torch.argmax(chosen_V)), params)  # the first of equals
+    mass_V = candidate_mass(logits_V, params, step_idx, history=history, allowed=allowed)
+    return told(logits_V, draw(mass_V, params.seed, step_idx), params)
+
+
+def candidate_mass(
+    logits_V: Tensor, params: SamplingParams, step_idx: int, *, history: bytes = b"", allowed: bytes = b""
+) -> Tensor:
+    """What each id weighs in a draw above temperature 0: float64 (V,), not scaled to 1. Raises as `sample_row`."""
+    chosen_V = _choosable(logits_V, params, step_idx, history, allowed)
+    # Shifted so that the largest is 0: a small temperature then underflows the others, never overflows.
+    scaled = (chosen_V.double() - chosen_V.max().double()) / params.temperature
+    return torch.exp(scaled) * keep_mask(scaled, params.top_k, params.top_p, params.min_p)
+
+
+def draw(mass_V: Tensor, seed: int, step_idx: int) -> int:
+    """The id that the one random number of this place falls on."""
+    # Summed in id order: rounding noise in the logits moves the borders a little, but never reorders tokens.
+    cumulative = torch.cumsum(mass_V, 0)
+    target = uniform(seed, step_idx) * cumulative[-1]
+    index = int(torch.searchsorted(cumulative, target, right=True))
+    return min(index, int(torch.nonzero(mass_V)[-1]))
+
+
+def _choosable(logits_V: Tensor, params: SamplingParams, step_idx: int, history: bytes, allowed: bytes) -> Tensor:
+    """Logits with penalties, -inf where a constraint forbids."""
     if not bool(torch.isfinite(logits_V).all()):
         bad = int((~torch.isfinite(logits_V)).sum())
         raise DeploymentError(
@@ -62,17 +117,11 @@ def sample_row(
         chosen_V = torch.where(unpacked(allowed, len(logits_V)), chosen_V, -torch.inf)
         if not bool((chosen_V > -torch.inf).any()):
             raise DeploymentError("no token may be chosen", next_step="A bug: a constraint must always leave a way on")
-    if params.temperature == 0.0:
-        token_id = int(torch.argmax(chosen_V))  # the first of equals
-    else:
-        # Shifted so that the largest is 0: a small temperature then underflows the others, never overflows.
-        scaled = (chosen_V.double() - chosen_V.max().double()) / params.temperature
-        mass = torch.exp(scaled) * keep_mask(scaled, params.top_k, params.top_p, params.min_p)
-        # Summed in id order: rounding noise in the logits moves the borders a little, but never reorders tokens.
-        cumulative = torch.cumsum(mass, 0)
-        target = uniform(params.seed, step_idx) * cumulative[-1]
-        index = int(torch.searchsorted(cumulative, target, right=True))
-        token_id = min(index, int(torch.nonzero(mass)[-1]))
+    return chosen_V
+
+
+def told(logits_V: Tensor, token_id: int, params: SamplingParams) -> SampledToken:
+    """A chosen token with its log probability, and those of the likeliest ids where they are asked for."""
     logprobs_V = torch.log_softmax(logits_V, 0)
     top: tuple[tuple[int, float], ...] = ()
     if params.num_logprobs:
@@ -120,8 +169,3 @@ def keep_mask(scaled_V: Tensor, top_k: int, top_p: float, min_p: float = 0.0) ->
             count = min(count, int((share < top_p).sum()) + 1)
         keep[order[count:]] = False
     return keep & (scaled_V >= math.log(min_p)) if min_p else keep
-
-
-def uniform(seed: int, step_idx: int) -> float:
-    """A number in [0, 1) that depends on (seed, step_idx) alone. Philox-4x64, Salmon et al. 2011."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step_idx])).random())

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 from workbench.base import RequestError
 from workbench.serving.constraint import Grammars
-from workbench.serving.engine import Engine, EngineStats
+from workbench.serving.engine import Engine
+from workbench.serving.generation import EngineStats
 from workbench.serving.inputs import (
     AnswerStream,
     ContentPart,
@@ -30,6 +31,7 @@ from workbench.serving.inputs import (
 from workbench.serving.pieces import AnswerPieces
 from workbench.serving.reply import Answer, Reply
 from workbench.serving.requests import Constraint, GenerationRequest, PlacedImage, SamplingParams
+from workbench.serving.speculation import Drafter
 from workbench.serving.steps import Runner
 from workbench.serving.stop import StopMatcher
 
@@ -65,8 +67,9 @@ class MultimodalInferenceService:
             print(service.infer("What is in the picture?", Path("cat.png")).text)
 
     May be used from many threads; requests share the model's steps. `step_tokens` is the most new tokens per step and
-    replica, `max_queue` the most requests that wait; `prefix_pages` and `page_tokens` are as in `Engine`. With
-    `thinking` the model thinks first unless a question says otherwise. Closing the service leaves the runner open.
+    replica, `max_queue` the most requests that wait; `prefix_pages`, `page_tokens` and `drafter` are as in `Engine`.
+    With `thinking` the model thinks first unless a question says otherwise. Closing the service leaves the runner and
+    the drafter open.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class MultimodalInferenceService:
         prefix_pages: int = 0,
         page_tokens: int = 256,
         thinking: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         self.thinking = thinking
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
@@ -90,6 +94,7 @@ class MultimodalInferenceService:
             max_queue=max_queue,
             prefix_pages=prefix_pages,
             page_tokens=page_tokens,
+            drafter=drafter,
         )
 
     def start(self) -> MultimodalInferenceService:

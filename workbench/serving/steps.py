@@ -6,20 +6,22 @@ or on many ranks. Nothing here needs torch, so that the process that schedules n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from workbench.base import RequestError
+from workbench.base import RequestError, WorkbenchError
 from workbench.placement import Layout
 from workbench.serving.requests import SamplingParams
 from workbench.spec import ModelSpec
 
 __all__ = [
+    "Draft",
     "EncodeImage",
     "ImageSpan",
+    "Recovering",
     "Runner",
     "RunnerInfo",
     "SampledToken",
@@ -43,6 +45,15 @@ class ImageSpan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A guessed token. `support` has the ids and probabilities of what it was drawn from, summing to 1; empty where it
+    was not drawn at all, but looked up or the likeliest."""
+
+    token_id: int
+    support: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceStep:
     """New tokens of one sequence: a chunk of its prompt, or the token it generated last.
 
@@ -56,6 +67,10 @@ class SequenceStep:
     `restore` has the keys of kept pages that hold the `start` tokens before this chunk, first page first: they are
     copied into the slot before it is read. With `save` set, the last `page_tokens` tokens up to the end of the chunk,
     and the state behind them, are kept under that key.
+
+    With `drafts` the last tokens of the chunk are guesses, behind at least one that is certain, and each token from the
+    last certain one on gives logits. A chunk with guesses, or one that `is_tentative` altogether, leaves the state of
+    its slot where it was: the next chunk says by its `start` how many of these tokens came true.
     """
 
     slot: int
@@ -70,6 +85,8 @@ class SequenceStep:
     restore: tuple[str, ...] = ()
     save: str = ""
     page_tokens: int = 0
+    drafts: tuple[Draft, ...] = ()
+    is_tentative: bool = False
 
 
 StepInput = tuple[SequenceStep, ...]  # of one data-parallel replica; empty where it has nothing to do
@@ -79,12 +96,14 @@ StepInput = tuple[SequenceStep, ...]  # of one data-parallel replica; empty wher
 class SampledToken:
     """A chosen token and its natural-log probability under the unmodified distribution.
 
-    `top` has the likeliest ids with theirs, best first, as many as the sampling parameters ask for.
+    `top` has the likeliest ids with theirs, best first, as many as the sampling parameters ask for. `accepted` are the
+    guesses before it that hold, in order.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    accepted: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +116,17 @@ class RunnerInfo:
     vocab_size: int
     has_vision: bool
     stop_ids: tuple[int, ...] = ()  # tokens with which the model ends its answer
+
+
+@runtime_checkable
+class Recovering(Protocol):
+    """A runner that can replace what has broken."""
+
+    def recover(self, is_wanted: Callable[[], bool]) -> None:
+        """Begin anew, with empty slots, no images and no pages; takes as long as loading does.
+
+        Raises DeploymentError where that is given up, and soon after `is_wanted` says no.
+        """
 
 
 def runner_info(spec: ModelSpec, layout: Layout, *, num_slots: int, max_tokens: int) -> RunnerInfo:
@@ -117,10 +147,22 @@ def runner_info(spec: ModelSpec, layout: Layout, *, num_slots: int, max_tokens: 
 
 
 class Runner(Protocol):
-    """Computes steps. Calls come one at a time; any exception means that the state of the slots is no longer known."""
+    """Computes steps. Calls come one at a time.
+
+    After an exception `is_intact` says whether it goes on: True where all ranks are there and in step with each other,
+    so that only what was asked of them failed. What the slots of a failed step hold is unknown then, until they are
+    reset. False: nothing works any more.
+    """
 
     @property
     def info(self) -> RunnerInfo: ...
+
+    @property
+    def is_intact(self) -> bool: ...
+
+    @property
+    def failure(self) -> WorkbenchError | None:
+        """What has broken it, known also while nothing is asked of it; None where nothing has."""
 
     def encode_images(self, replica: int, images: Sequence[EncodeImage]) -> None:
         """Compute and keep the features of images under their keys, for steps of that replica to refer to."""
@@ -131,7 +173,11 @@ class Runner(Protocol):
     def reset_slot(self, replica: int, slot: int) -> None:
         """Clear a slot before a new sequence enters it."""
 
-    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
-        """Advance all replicas together: one input each, one list each, in the order of its sequences that sample."""
+    def step(self, inputs: Sequence[StepInput]) -> Sequence[Sequence[SampledToken | WorkbenchError]]:
+        """Advance all replicas together: one input each, one list each, in the order of its sequences that sample.
+
+        In place of a token stands the error of a sequence that has none, such as logits that are not finite; the others
+        are not touched by it.
+        """
 
     def close(self) -> None: ...

@@ -3,7 +3,7 @@
     POST /v1/chat/completions   POST /v1/completions     with a key, where keys are set
     GET  /v1/models             GET  /v1/models/NAME     with a key, where keys are set
     GET  /health                the process lives and its engine has not failed
-    GET  /ready                 it takes requests: not while it shuts down
+    GET  /ready                 it takes requests: not while it shuts down or its model starts again
     GET  /metrics               figures for Prometheus
 
 Nothing slow runs on the event loop: bodies are parsed, texts cut into tokens and pictures decoded in threads, pictures
@@ -138,16 +138,20 @@ class Api:
         await self._say(JSONResponse(content), request, send)
 
     async def _health(self, request: Request, send: Send) -> None:
-        failed = self.service.engine.error is not None
-        content = {"status": "failed" if failed else "ok"}
-        await self._say(JSONResponse(content, 503 if failed else 200), request, send)
+        status = self._engine_status()
+        await self._say(JSONResponse({"status": status}, 503 if status == "failed" else 200), request, send)
 
     async def _ready(self, request: Request, send: Send) -> None:
         if self.gate.draining_since is not None:
             status = "draining"
         else:
-            status = "failed" if self.service.engine.error is not None else "ready"
+            status = self._engine_status().replace("ok", "ready")
         await self._say(JSONResponse({"status": status}, 200 if status == "ready" else 503), request, send)
+
+    def _engine_status(self) -> str:
+        if self.service.engine.is_recovering:
+            return "restarting"
+        return "failed" if self.service.engine.error is not None else "ok"
 
     async def _metrics(self, request: Request, send: Send) -> None:
         text = Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

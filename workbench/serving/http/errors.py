@@ -12,7 +12,16 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
-from workbench.base import DeploymentError, ImageError, PromptTooLongError, QueueFullError, RequestError, short_repr
+from workbench.base import (
+    DeploymentError,
+    ImageError,
+    ModelRestartingError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    RequestFailedError,
+    short_repr,
+)
 
 __all__ = ["ApiError", "api_error", "error_response"]
 
@@ -61,6 +70,11 @@ def api_error(error: BaseException, *, retry_after_s: int = 1) -> ApiError:
         return invalid_fields(error)
     if isinstance(error, TimeoutError):
         return ApiError(504, "the answer took longer than the server allows", code="timeout")
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, "the model failed on this request", code="request_failed")
+    if isinstance(error, ModelRestartingError):
+        text = "the model is starting again after a failure"
+        return ApiError(503, text, code="model_restarting", retry_after_s=retry_after_s)
     if isinstance(error, DeploymentError):
         return ApiError(
             503, f"the model is not available: {type(error).__name__}", code="model_failed", retry_after_s=retry_after_s

@@ -8,7 +8,8 @@ import copy
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from workbench.serving.engine import Engine, Finish, Generation, Listener, TokenEvent
+from workbench.serving.engine import Engine
+from workbench.serving.generation import Finish, Generation, Listener, TokenEvent
 from workbench.serving.http.prompts import Ask
 from workbench.serving.pieces import AnswerPieces, Piece
 from workbench.serving.scheduler import FinishReason
@@ -33,6 +34,16 @@ class Choice:
     def num_cached(self) -> int:
         """Tokens of the prompt that did not have to be read."""
         return self.generation.num_cached if self.generation is not None else 0
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that were guessed ahead of the model."""
+        return self.generation.num_drafted if self.generation is not None else 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Of those, how many held."""
+        return self.generation.num_accepted if self.generation is not None else 0
 
 
 class LiveAnswers:

@@ -80,6 +80,9 @@ class _EngineState(Collector):
                 "Prompt tokens that kept beginnings saved from being read",
                 stats.num_cached_tokens,
             ),
+            "draft_tokens": ("Tokens guessed ahead of the model", stats.num_drafted),
+            "accepted_draft_tokens": ("Guessed tokens that held", stats.num_accepted),
+            "restarts": ("Times the ranks were replaced after one of them failed", stats.num_restarts),
             "engine_preempted": ("Requests that gave their slot to one of higher priority", stats.num_preempted),
         }
         for name, (text, value) in counters.items():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from workbench.serving.engine import TokenEvent
+from workbench.serving.generation import TokenEvent
 from workbench.serving.http.live import Choice
 from workbench.serving.inputs import Tokenizer
 from workbench.serving.pieces import Piece
@@ -70,6 +70,8 @@ class _Form:
 
     def _usage(self, choices: Sequence[Choice]) -> Json:
         completion = sum(choice.num_tokens for choice in choices)
+        drafted, accepted = (sum(c.num_drafted for c in choices), sum(c.num_accepted for c in choices))
+        predictions = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,
@@ -78,6 +80,7 @@ class _Form:
                 "image_tokens": self.image_tokens,
                 "cached_tokens": sum(choice.num_cached for choice in choices) // self.choices_per_prompt,
             },
+            **({"completion_tokens_details": predictions} if drafted else {}),
         }
 
     def _spelled(self, token_id: int) -> str:
