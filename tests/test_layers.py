@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize": {"base", "spec", "checkpoint", "nn"},
     "serving": _MODEL_SIDE,
     "deployment": _BELOW_DEPLOYMENT,
-    "profiling": _BELOW_DEPLOYMENT | {"deployment"},
+    "profiling": _BELOW_DEPLOYMENT | {"deployment", "operators"},
     "training": _BELOW_DEPLOYMENT | {"deployment"},
     "view": _BELOW_DEPLOYMENT | {"deployment", "profiling"},
     "operators": {"base", "spec", "placement", "nn", "parallel", "cluster"},

@@ -24,7 +24,8 @@ from workbench.spec import read_spec
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "data" / "k3-tiny"
 HOUSE = ROOT / "data" / "images" / "house.png"
-COMMANDS = ("inspect", "audit", "devices", "load", "generate", "day0", "compare", "train", "exam", "rehearse")
+COMMANDS = ("inspect", "audit", "devices", "load", "generate", "day0", "compare", "profile", "train", "exam")
+COMMANDS += ("rehearse",)
 
 Call = Callable[..., Any]
 

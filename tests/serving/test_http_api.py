@@ -87,6 +87,20 @@ def test_usage_comes_last_without_choices_where_it_is_asked_for():
     assert last["usage"]["completion_tokens"] == 3
 
 
+def test_every_chunk_says_how_many_tokens_there_are_where_that_is_asked_for():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with served(said("é!")) as server:
+        got = server.post(ask(stream=True, stream_options=options))
+        without = server.post(ask(stream=True, stream_options={"continuous_usage_stats": True}))
+    opening, two_bytes, mark, closing, last = got.events
+    counts = [event["usage"]["completion_tokens"] for event in got.events]
+    assert counts == [0, 2, 3, 4, 4], "a character of two tokens comes in one chunk"
+    assert [event["choices"][0]["delta"].get("content") for event in (opening, two_bytes, mark)] == ["", "é", "!"]
+    assert closing["choices"][0]["finish_reason"] == "stop"
+    assert last["choices"] == []
+    assert [event["usage"]["completion_tokens"] for event in without.events] == [0, 2, 3, 4]
+
+
 def test_completions_continue_plain_text_and_token_ids_in_the_order_of_the_prompts():
     with served(EchoRunner()) as server:
         got = server.post({"prompt": ["abc", "xy"], "max_tokens": 4, "n": 2}, PLAIN)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.base import RequestError
 from workbench.cli.arguments import (
     Commands,
     UsageError,
@@ -231,16 +230,11 @@ def _chat(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _chat_service(args: argparse.Namespace) -> Iterator[ChatService]:
     if args.path.startswith(("http://", "https://")):
-        from workbench.serving.client import RemoteService
+        from workbench.serving.client import RemoteService, read_api_key
 
         if args.layout is not None or args.ranks is not None:
             raise UsageError("--layout and --ranks are for a checkpoint folder, not for an address")
-        key = None
-        if args.api_key_file is not None:
-            lines = args.api_key_file.read_text("utf-8").split()
-            if not lines:
-                raise RequestError("the file holds no key", where=args.api_key_file)
-            key = lines[0].rpartition(":")[2]
+        key = read_api_key(args.api_key_file) if args.api_key_file is not None else None
         yield RemoteService(args.path, api_key=key, model=args.model_name)
         return
     from workbench.serving import open_service

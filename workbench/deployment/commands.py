@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RankCommands", "choose_device"]
 
-COMMANDS = ("load", "ledger", "encode", "drop", "step", "forward", "stats", "ping")
+COMMANDS = ("load", "ledger", "encode", "drop", "step", "forward", "stats", "ping", "call")
+PACKAGE = __name__.partition(".")[0]
 
 
 class RankCommands:
@@ -38,6 +40,7 @@ class RankCommands:
         self._worker = worker
         self._loaded: LoadedModel | None = None
         self._runner: RankRunner | None = None
+        self.extensions: dict[str, object] = {}  # what called functions leave here for the next one
 
     def carry_out(self, name: str, args: Mapping[str, object]) -> object:
         if name not in COMMANDS:
@@ -172,6 +175,17 @@ class RankCommands:
 
     def _ping(self) -> int:
         return os.getpid()
+
+    def _call(self, *, function: str, args: Mapping[str, object]) -> object:
+        """A function of this package that a room above brings: it gets these commands and `args`."""
+        module, colon, name = function.partition(":")
+        if not colon or module.partition(".")[0] != PACKAGE:
+            raise DeploymentError("not a function of this package", found=function, expected=f"{PACKAGE}.ROOM:NAME")
+        return getattr(importlib.import_module(module), name)(self, **args)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._model
 
     @property
     def runner(self) -> RankRunner:

@@ -366,6 +366,13 @@ class Deployment:
         """Memory and collectives of every rank, now."""
         return cast(list[RankStats], self._request("stats"))
 
+    def call(self, function: str, args: Mapping[str, object] | None = None) -> list[object]:
+        """Answers of all ranks, by rank, of a function of this package, "workbench.ROOM:NAME", called on each.
+
+        It gets the rank's `RankCommands` and `args`, all plain data, between two commands. Raises what it raises.
+        """
+        return self._request("call", [{"function": function, "args": dict(args or {})}] * self.world_size)
+
     def ping(self) -> float:
         """Seconds for one round to all ranks. Raises where one is dead or does not answer."""
         began = time.perf_counter()

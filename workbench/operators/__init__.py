@@ -18,7 +18,7 @@ from workbench.operators.inventory import (
     Workload,
     distinct_operators,
 )
-from workbench.operators.probe import probe_operators
+from workbench.operators.probe import measure_roofline, probe_operators
 from workbench.operators.survey import OperatorSurvey, survey_operators
 
 _LATE = {
@@ -42,6 +42,7 @@ __all__ = [
     "Status",
     "Workload",
     "distinct_operators",
+    "measure_roofline",
     "probe_operators",
     "survey_operators",
     *sorted(_LATE),

@@ -15,7 +15,7 @@ from workbench.cluster.probe import ProbeResult, run_probe
 from workbench.operators.coverage import Coverage, OperatorResult, Roofline
 from workbench.operators.inventory import Inventory, OperatorUse, distinct_operators
 
-__all__ = ["PROBE_COMMAND", "probe_operators"]
+__all__ = ["PROBE_COMMAND", "measure_roofline", "probe_operators"]
 
 PROBE_COMMAND = (sys.executable, "-m", "workbench.operators.child")
 OPERATOR_SECONDS = 60.0
@@ -39,7 +39,8 @@ def probe_operators(
     """
     group = (inventories,) if isinstance(inventories, Inventory) else tuple(inventories)
     uses = _to_try(distinct_operators(group))
-    limits = _measure_roofline(uses, device, command, time_limit_s) if roofline else Roofline()
+    dtypes = list(dict.fromkeys(use.input_dtypes[0] for use in uses if use.flops))
+    limits = measure_roofline(device, dtypes, command=command, time_limit_s=time_limit_s) if roofline else Roofline()
     results: list[OperatorResult] = []
     for start in range(0, len(uses), BATCH):
         batch = uses[start : start + BATCH]
@@ -91,10 +92,14 @@ def _result(use: OperatorUse, answer: ProbeResult, limits: Roofline) -> Operator
     return result
 
 
-def _measure_roofline(
-    uses: Sequence[OperatorUse], device: str, command: Sequence[str], time_limit_s: float
+def measure_roofline(
+    device: str,
+    dtypes: Sequence[str],
+    *,
+    command: Sequence[str] = PROBE_COMMAND,
+    time_limit_s: float = OPERATOR_SECONDS,
 ) -> Roofline:
-    dtypes = list(dict.fromkeys(use.input_dtypes[0] for use in uses if use.flops))
+    """Limits of a device (torch's name), measured in a child process: a large copy, and large products by dtype."""
     tasks = [("copy", ""), *(("matmul", dtype) for dtype in dtypes)]
     copy, *products = run_probe(tasks, device=device, time_limit_s=time_limit_s, command=command)
     memory = None

@@ -52,7 +52,7 @@ class CollectiveLog:
 
     `last` is set before the operation starts and `is_last_finished` after it returns: a rank that is stuck shows the
     operation it waits in. (An accelerator's backend returns once the operation is queued.) `listener`, where set, is
-    called with each record before the operation starts.
+    called with each record before the operation starts, and `finished` after it returns.
     """
 
     totals: dict[tuple[str, str], CollectiveTotal] = field(default_factory=dict)
@@ -60,6 +60,7 @@ class CollectiveLog:
     last: CollectiveRecord | None = None
     is_last_finished: bool = True
     listener: Callable[[CollectiveRecord], None] | None = None
+    finished: Callable[[CollectiveRecord], None] | None = None
     num_operations: int = 0
 
     @contextmanager
@@ -85,6 +86,8 @@ class CollectiveLog:
         total = self.totals.setdefault((group.name, name), CollectiveTotal())
         total.count += 1
         total.num_bytes += size
+        if self.finished is not None:
+            self.finished(entry)
 
     def reset(self) -> None:
         """Forget the totals; the sequence number and the last operation stay."""

@@ -10,7 +10,7 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -18,11 +18,12 @@ from urllib.parse import urlsplit
 from PIL import Image
 
 from workbench.base import DeploymentError, QueueFullError, RequestError
+from workbench.serving.chunks import StreamChunk, token_arrivals
 from workbench.serving.inputs import ContentPart, ImagePart, ImageSource, Message, TextPart
 from workbench.serving.reply import Answer, Timings, Usage
 from workbench.serving.scheduler import FinishReason
 
-__all__ = ["RemoteReply", "RemoteService"]
+__all__ = ["RemoteReply", "RemoteService", "read_api_key"]
 
 MAX_LINE = 16 << 20  # of a stream: one event; a server that sends more is not one we talk to
 MIME = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tiff"}
@@ -31,16 +32,23 @@ MIME = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"
 class RemoteService:
     """`url` is the base address, such as http://127.0.0.1:8000/v1. Without a `model` the first one offered is asked.
 
-    Raises RequestError for an address that is none, DeploymentError where nobody answers there.
+    `timeout_s` is the longest silence. Raises RequestError for an address that is none, DeploymentError where nobody
+    answers there.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, model: str | None = None, timeout_s: float = 600.0
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        timeout_s: float = 600.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestError("not the address of a server", found=repr(url), expected="such as http://HOST:8000/v1")
-        self.url, self._parts, self._timeout_s = url.rstrip("/"), parts, timeout_s
+        self.url, self._parts, self._timeout_s, self._clock = url.rstrip("/"), parts, timeout_s, clock
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.model = model or self.models()[0]
 
@@ -62,27 +70,37 @@ class RemoteService:
         temperature: float = 0.0,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        running_usage: bool = False,
+        fields: Mapping[str, Any] | None = None,
     ) -> RemoteReply:
         """Pieces of the answer as they come. Raises RequestError for what the server refuses, QueueFullError where it
-        is busy, DeploymentError where it cannot be reached or fails."""
+        is busy, DeploymentError where it cannot be reached or fails.
+
+        `running_usage` asks for the number of tokens with every chunk, which not every server knows; `fields` are
+        further ones of the request.
+        """
         content = {
             "model": self.model,
             "messages": _spelled(text_or_messages, list(image_input)),
             "max_tokens": max_tokens,
             "temperature": temperature,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {
+                "include_usage": True,
+                **({"continuous_usage_stats": True} if running_usage else {}),
+            },
             **({"stop": list(stop)} if stop else {}),
             **({"seed": seed} if seed is not None else {}),
+            **(fields or {}),
         }
         connection = self._connect()
-        start_s = time.perf_counter()
+        start_s = self._clock()
         try:
             response = self._send(connection, "POST", "/chat/completions", content)
         except BaseException:
             connection.close()
             raise
-        return RemoteReply(connection, response, start_s=start_s, where=self.url)
+        return RemoteReply(connection, response, start_s=start_s, where=self.url, clock=self._clock)
 
     def _connect(self) -> http.client.HTTPConnection:
         assert self._parts.hostname is not None
@@ -108,7 +126,10 @@ class RemoteService:
 
 
 class RemoteReply:
-    """Iterate for pieces of text, then read `answer`. `close` ends it, from any thread."""
+    """Iterate for pieces of text, then read `answer`. `close` ends it, from any thread.
+
+    `start_s` is when the request left, and `chunks` what has come so far, on the same clock.
+    """
 
     def __init__(
         self,
@@ -117,14 +138,15 @@ class RemoteReply:
         *,
         start_s: float,
         where: str,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.answer: Answer | None = None
-        self._connection, self._response, self._start_s, self._where = connection, response, start_s, where
+        self.start_s, self.chunks = start_s, list[StreamChunk]()
+        self._connection, self._response, self._where, self._clock = connection, response, where, clock
         self._socket = connection.sock
         self._is_closed = False
         self._text: list[str] = []
         self._thinking: list[str] = []
-        self._times: list[float] = []
         self._reason: FinishReason = "abort"
         self._usage: dict[str, Any] = {}
         self._pieces = self._run()
@@ -150,19 +172,31 @@ class RemoteReply:
     def _run(self) -> Iterator[str]:
         try:
             for content in self._events():
-                self._usage = content.get("usage") or self._usage
-                for choice in content.get("choices") or ():
-                    delta = choice.get("delta") or {}
+                now = self._clock()
+                usage = content["usage"] if isinstance(content.get("usage"), dict) else {}
+                self._usage = usage or self._usage
+                choices = content.get("choices") or ()
+                deltas = [choice.get("delta") or {} for choice in choices]
+                self.chunks.append(
+                    StreamChunk(
+                        time_s=now,
+                        content="".join(delta.get("content") or "" for delta in deltas),
+                        reasoning="".join(_reasoning(delta) for delta in deltas),
+                        completion_tokens=_count(usage.get("completion_tokens")),
+                    )
+                )
+                for choice, delta in zip(choices, deltas, strict=True):
                     self._reason = "length" if choice.get("finish_reason") == "length" else self._reason
                     self._reason = "stop" if choice.get("finish_reason") == "stop" else self._reason
-                    self._thinking.append(delta.get("reasoning_content") or delta.get("reasoning") or "")
+                    self._thinking.append(_reasoning(delta))
                     if text := delta.get("content") or "":
                         self._text.append(text)
-                        self._times.append(time.perf_counter() - self._start_s)
                         yield text
         except (OSError, ValueError, http.client.HTTPException) as error:
             if not self._is_closed:
                 raise DeploymentError(f"the stream broke off: {error}", where=self._where) from None
+        except (AttributeError, TypeError) as error:
+            raise DeploymentError(f"the server sent no chunk of an answer: {error}", where=self._where) from None
         finally:
             self.close()
         self.answer = self._finished()
@@ -183,6 +217,10 @@ class RemoteReply:
             raise DeploymentError("the stream broke off before its end", where=self._where)
 
     def _finished(self) -> Answer:
+        details = self._usage.get("prompt_tokens_details")
+        details = details if isinstance(details, dict) else {}
+        arrivals, _ = token_arrivals(self.chunks)
+        token_s = tuple(time_s - self.start_s for time_s, count in arrivals for _ in range(count))
         return Answer(
             text="".join(self._text),
             thinking="".join(self._thinking),
@@ -190,12 +228,28 @@ class RemoteReply:
             logprobs=(),
             finish_reason=self._reason,
             usage=Usage(
-                prompt_tokens=int(self._usage.get("prompt_tokens", 0)),
-                image_tokens=int((self._usage.get("prompt_tokens_details") or {}).get("image_tokens") or 0),
-                completion_tokens=int(self._usage.get("completion_tokens", 0)),
+                prompt_tokens=_count(self._usage.get("prompt_tokens")) or 0,
+                image_tokens=_count(details.get("image_tokens")) or 0,
+                completion_tokens=_count(self._usage.get("completion_tokens")) or 0,
             ),
-            timings=Timings(queued_s=0.0, token_s=tuple(self._times), total_s=time.perf_counter() - self._start_s),
+            timings=Timings(queued_s=0.0, token_s=token_s, total_s=self._clock() - self.start_s),
         )
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def _reasoning(delta: Mapping[str, Any]) -> str:
+    return str(delta.get("reasoning_content") or delta.get("reasoning") or "")
+
+
+def read_api_key(path: Path) -> str:
+    """The key of a file's first line, `key` or `holder:key`. Raises RequestError where there is none."""
+    words = path.read_text("utf-8").split()
+    if not words:
+        raise RequestError("the file holds no key", where=path)
+    return words[0].rpartition(":")[2]
 
 
 def _spelled(text_or_messages: str | Sequence[Message], images: list[ImageSource]) -> list[dict[str, Any]]:

@@ -128,6 +128,11 @@ class Reply:
     def __next__(self) -> str:
         return next(self._deltas)
 
+    @property
+    def submitted_s(self) -> float:
+        """When it was queued, on the engine's clock; the answer's timings count from here."""
+        return self._generation.submitted_s
+
     def result(self) -> Answer:
         """Wait for the end. Raises the engine's error where the request failed."""
         try:

@@ -14,6 +14,16 @@ from workbench.view.charts import (
 from workbench.view.figures import plotly_figure
 from workbench.view.panel import LoadProgressView, load_progress
 from workbench.view.precision import errors_by_layer, precision_pareto, sensitivity_bars
+from workbench.view.profile import (
+    category_bars,
+    communication_bars,
+    comparison_bars,
+    expert_lines,
+    latency_curves,
+    request_timeline,
+    roofline_bars,
+)
+from workbench.view.profile_panel import LoadHistory, LoadView
 from workbench.view.progress import LoadSnapshot, LoadWatch, ProgressReport, TerminalProgress, terminal_progress
 from workbench.view.svg import draw_svg
 from workbench.view.tables import bytes_table, facts_table, latency_table, matmul_table
@@ -27,8 +37,10 @@ __all__ = [
     "HeatMap",
     "LineChart",
     "LinkGraph",
+    "LoadHistory",
     "LoadProgressView",
     "LoadSnapshot",
+    "LoadView",
     "LoadWatch",
     "ProgressReport",
     "Series",
@@ -38,14 +50,19 @@ __all__ = [
     "balance_chart",
     "bytes_by_role",
     "bytes_table",
+    "category_bars",
     "chart_from_json",
+    "communication_bars",
+    "comparison_bars",
     "difference_by_layer",
     "draw_svg",
     "errors_by_layer",
     "exam_chart",
+    "expert_lines",
     "facts_table",
     "heat_figure",
     "latency_bars",
+    "latency_curves",
     "latency_table",
     "link_graph",
     "link_heat",
@@ -55,6 +72,8 @@ __all__ = [
     "matmul_table",
     "plotly_figure",
     "precision_pareto",
+    "request_timeline",
+    "roofline_bars",
     "sensitivity_bars",
     "terminal_progress",
     "topology_figure",

@@ -33,7 +33,9 @@ def latency_table(summary: Mapping[str, Any], *, title: str = "") -> Table:
     rows: list[tuple[Cell, ...]] = []
     for key, name in (
         ("first_token_s", "first token"),
+        ("inter_token_s", "between tokens"),
         ("per_token_s", "per token after the first"),
+        ("longest_pause_s", "longest pause"),
         ("end_to_end_s", "end to end"),
     ):
         if found := summary.get(key):

@@ -16,7 +16,7 @@ from starlette.types import Receive, Send
 
 from workbench.serving.http.errors import api_error
 from workbench.serving.http.fields import CommonFields
-from workbench.serving.http.live import LiveAnswers
+from workbench.serving.http.live import Choice, LiveAnswers
 from workbench.serving.http.metrics import Metrics
 from workbench.serving.http.prompts import Ask
 from workbench.serving.http.replies import ChatForm, CompletionForm, ReplyForm, Written
@@ -114,16 +114,22 @@ class Answering:
         self._has_begun = True
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         for choice in live.choices:
-            await say(b"".join(_event(chunk) for chunk in form.opening(choice)))
+            await say(b"".join(map(_event, self._counted(form, choice, form.opening(choice)))))
         async for choice, pieces in live.events():
             chunks = [form.delta(choice, piece) for piece in pieces]
             if choice.finish_reason is not None:
                 chunks.append(form.closing(choice))
             # Nothing for long: a comment, so that nobody on the way takes the connection for dead.
-            await say(b"".join(map(_event, chunks)) or b": waiting\n\n")
+            await say(b"".join(map(_event, self._counted(form, choice, chunks))) or b": waiting\n\n")
         if self._fields.include_usage:
             await say(_event(form.usage(live.choices)))
         await say(b"data: [DONE]\n\n", more=False)
+
+    def _counted(self, form: ReplyForm, choice: Choice, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The chunks, each with its choice's tokens so far where that was asked for."""
+        if not self._fields.running_usage:
+            return chunks
+        return [{**chunk, "usage": form.usage([choice])["usage"]} for chunk in chunks]
 
     def _record(self, live: LiveAnswers, form: ChatForm | CompletionForm) -> None:
         completion = sum(choice.num_tokens for choice in live.choices)

@@ -41,6 +41,7 @@ class Fields(BaseModel):
 
 class StreamOptions(Fields):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # beyond the OpenAI interface, under the name that other servers use
 
 
 class CommonFields(Fields):
@@ -80,6 +81,11 @@ class CommonFields(Fields):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def running_usage(self) -> bool:
+        """Whether every chunk is to say how many tokens its choice has so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def num_choices(self) -> int:

@@ -1,0 +1,113 @@
+"""What one rank does while it is profiled, in this process: steps go on, some are recorded, nothing stays behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from workbench.base import DeploymentError
+from workbench.profiling import rank
+from workbench.profiling.clocks import ClockSample
+from workbench.profiling.deployed import profile_of
+from workbench.serving import LocalRunner
+from workbench.serving.requests import SamplingParams
+from workbench.serving.steps import SequenceStep
+
+TINY = Path(__file__).resolve().parents[2] / "data" / "k3-tiny"
+
+
+@pytest.fixture(scope="module")
+def commands() -> Any:
+    """What `RankCommands` offers to a called function, around a model in this process."""
+    runner = LocalRunner.load(TINY, precision="bf16", num_slots=1, max_tokens=64).rank
+    return SimpleNamespace(extensions={}, runner=runner, loaded=SimpleNamespace(ctx=runner.ctx, model=runner.model))
+
+
+def tokens(commands: Any, count: int) -> list[int]:
+    """A greedy answer of so many steps."""
+    runner = commands.runner
+    runner.reset_slot(0)
+    new, start, answer = (5, 6, 7, 8, 9), 0, []
+    for n in range(count):
+        step = SequenceStep(slot=0, start=start, token_ids=new, sample=SamplingParams(max_tokens=count), step_idx=n)
+        (token,) = runner.step((step,))
+        answer.append(token.token_id)
+        start, new = start + len(new), (token.token_id,)
+    return answer
+
+
+def test_a_rank_is_profiled_while_it_steps_and_is_as_before_afterwards(commands: Any) -> None:
+    plain = tokens(commands, 5)
+    runner, log = commands.runner, commands.loaded.ctx.log
+    rank.start(commands, every=2, max_steps=1)
+    assert "step" in vars(runner)
+    with pytest.raises(DeploymentError, match="profiled already"):
+        rank.start(commands)
+    assert tokens(commands, 5) == plain, "recording changes no answer"
+    found = rank.stop(commands)
+    assert "step" not in vars(runner)
+    assert log.listener is None
+    assert log.finished is None
+    assert not any(module._forward_hooks for module in runner.model.modules())
+    with pytest.raises(DeploymentError, match="not being profiled"):
+        rank.stop(commands)
+    assert tokens(commands, 5) == plain
+
+    assert found.problem == ""
+    assert (found.num_recorded, found.num_plain) == (1, 3), "one step for the work, one recorded, the rest plain"
+    ledger = found.ledger
+    assert ledger is not None
+    assert ledger.num_steps == 1
+    assert ledger.accounted_s == pytest.approx(ledger.seconds, rel=0.05)
+    assert 0 < ledger.seconds <= found.recorded_step_s, "the marked step lies within the one that was timed outside"
+    categories = {"gemm", "grouped_gemm", "linear_attention", "attention", "routing", "norm", "host gap"}
+    assert categories <= set(ledger.by_category()), ledger.by_category()
+    assert ledger.communication_s == 0.0
+    assert found.collectives == ()
+    memory = dict(ledger.memory)
+    assert memory["weights"] > 0
+    assert memory["activations, at the peak of the first step"] > 0
+
+    spec = runner.model.spec
+    top_k = {layer.layer_idx: layer.ffn.top_k for layer in spec.layers if layer.is_moe}
+    profile = profile_of([found], [ClockSample(asked_s=0, answered_s=1, readings=(rank.read_clock(commands),))])
+    assert {x.layer: x.num_tokens for x in profile.experts.layers} == {n: 9 * k for n, k in top_k.items()}, (
+        "5 tokens of the prompt and 4 that followed, each K times"
+    )
+    assert "A step of rank 0" in profile.render()
+    joined = ledger.with_work(found.uses)
+    products = [x for x in joined.operators if x.category in ("gemm", "grouped_gemm") and x.flops]
+    assert products
+
+
+def test_a_recording_that_cannot_be_read_is_said_and_ends_nothing(
+    commands: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(rank.Recording, "read", broken)
+    rank.start(commands, with_work=False, max_steps=1)
+    assert len(tokens(commands, 2)) == 2
+    found = rank.stop(commands)
+    assert found.ledger is None
+    assert "planted" in found.problem
+    profile = profile_of([found], [ClockSample(asked_s=0, answered_s=1, readings=(rank.read_clock(commands),))])
+    assert "planted" in profile.render()
+
+
+def test_expert_counts_are_those_of_the_router(commands: Any) -> None:
+    router = next(m for n, m in commands.loaded.model.named_modules() if n.endswith("ffn.router"))
+    seen: list[torch.Tensor] = []
+    handle = router.register_forward_hook(lambda _m, _a, out: seen.append(out[0]))
+    rank.start(commands, with_work=False, max_steps=1, every=100)
+    tokens(commands, 2)
+    found = rank.stop(commands)
+    handle.remove()
+    first = min(found.expert_counts)
+    counts = torch.bincount(torch.cat([ids.flatten() for ids in seen]), minlength=router.spec.num_experts)
+    assert found.expert_counts[first] == tuple(counts.tolist())
