@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rehearsal": _MODEL_SIDE | {"checkpoint", "cluster", "operators", "planner"},
     "report": {"base", "view"},
     "exam": _BELOW_DEPLOYMENT | {"training"},
-    "day0": _BELOW_DEPLOYMENT | {"deployment", "profiling", "view", "report", "training", "exam"},
+    "day0": _BELOW_DEPLOYMENT | {"operators", "deployment", "profiling", "view", "report", "training", "exam"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)  # the command line may import anything
 TOP_MODULES = {"__init__"}

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from workbench.base import LoadError, Quantity, num_bytes
+from workbench.base import LoadError, Quantity, error_text, num_bytes
 
 
 def test_error_text_names_where_found_expected_and_next_step() -> None:
@@ -18,6 +18,11 @@ def test_error_survives_a_process_border_with_type_and_fields() -> None:
     error = pickle.loads(pickle.dumps(LoadError("short read", where="x", found=3)))
     assert type(error) is LoadError
     assert (error.where, error.found, str(error)) == ("x", "3", "x: short read (found 3)")
+
+
+def test_an_error_without_a_message_reads_as_one() -> None:
+    assert error_text(NotImplementedError()) == "NotImplementedError: (no message)"
+    assert error_text(RuntimeError(" no kernel\n")) == "RuntimeError: no kernel"
 
 
 def test_quantity_keeps_the_weaker_origin() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -73,3 +74,33 @@ def test_an_unknown_task_is_an_error_of_that_task() -> None:
     assert "unknown task 'juggle'" in unknown.error
     assert known.error == ""
     assert isinstance(known.value, list)
+
+
+def slow_to_load(tmp_path: Path, seconds: float) -> list[str]:
+    """A child that takes so long for what comes before its first task."""
+    script = tmp_path / "slow.py"
+    tasks = 'for kind, argument in request["tasks"]:'
+    script.write_text(CHILD.replace(tasks, f"time.sleep({seconds})\n{tasks}"))
+    return [sys.executable, str(script)]
+
+
+def test_loading_does_not_count_against_the_first_task(tmp_path: Path) -> None:
+    command = slow_to_load(tmp_path, 2.0)
+    first, hung = run_probe([("t", "a"), ("t", "hang")], command=command, time_limit_s=1.0, load_limit_s=60.0)
+    assert first.error == ""
+    assert hung.error == "timed out after 1 s"
+
+
+def test_a_child_that_never_loads_answers_for_every_task_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, started = slow_to_load(tmp_path, 60.0), list[object]()
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(args) or popen(*args, **options))
+    results = run_probe([("t", "a"), ("t", "b"), ("t", "c")], command=command, load_limit_s=1.0)
+    assert [x.error for x in results] == ["child did not start: still loading after 1 s"] * 3
+    assert len(started) == 1
+
+
+def test_an_error_without_a_message_still_has_a_text() -> None:
+    child = "from workbench.cluster.child import answer_tasks\ndef perform(*_): raise NotImplementedError\n"
+    (answer,) = run_probe([("t", "a")], command=[sys.executable, "-c", child + "answer_tasks(lambda: perform)"])
+    assert answer.error == "NotImplementedError: (no message)"

@@ -20,7 +20,7 @@ from workbench.report import read_report
 
 pytestmark = pytest.mark.ranks
 
-NEED_WEIGHTS = {gate_id for gate_id in GATES if gate_id.split(".")[0] not in ("device", "checkpoint")}
+NEED_WEIGHTS = {gate_id for gate_id in GATES if gate_id.split(".")[0] not in ("device", "operators", "checkpoint")}
 NEED_ANSWERS = {gate_id for gate_id in GATES if gate_id.split(".")[0] in ("answers", "serving", "latency")}
 
 
@@ -37,7 +37,7 @@ def test_a_torn_shard_fails_the_audit_and_leaves_the_rest_unmeasured(accept: Acc
     assert steps.title == "Steps that failed"
     assert [row[0] for row in steps.tables[0].rows] == ["parity in fp32", "loading in mxfp4"]
     assert read_report(acceptance.folder).verdict == acceptance.report.verdict
-    assert any(line.startswith("FAIL: 1 passed, 1 failed, 13 not measured") for line in acceptance.lines)
+    assert any(line.startswith("FAIL: 2 passed, 1 failed, 13 not measured") for line in acceptance.lines)
 
 
 def test_weights_that_are_all_zero_are_refused_by_name(accept: Accept, copy: Path) -> None:

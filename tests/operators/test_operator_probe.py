@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,24 @@ def test_the_host_runs_what_the_model_needs_of_it() -> None:
     assert all(result.seconds and result.share and result.share < 2 for result in products)
     known = [coverage.seconds(u) for u in traced.operators if not u.is_view]
     assert all(seconds is not None and seconds.basis == "measured" for seconds in known)
+
+
+def test_one_call_speaks_for_each_operator_and_dtypes_where_shapes_are_not_all_tried() -> None:
+    """The largest that is cheap to compare, or the smallest where none is; and nothing is timed."""
+    small, large = (use("aten.exp.default", [[X], {}], (FP32, shape)) for shape in ((3, 5), (30, 50)))
+    huge = replace(use("aten.exp.default", [[X], {}], (FP32, (3000, 5000))), bytes_read=1 << 40)
+    wide = replace(use("aten.neg.default", [[X], {}], (FP32, (7, 5))), bytes_read=1 << 28)
+    wider = replace(use("aten.neg.default", [[X], {}], (FP32, (70, 5))), bytes_read=1 << 29)
+    half = use("aten.exp.default", [[X], {}], (BF16, (2, 2)))
+    coverage = probe_operators(inventory(small, huge, large, wider, wide, half), roofline=False, each_shape=False)
+    tried = {(r.use.name, r.use.input_dtypes): r.use.input_shapes for r in coverage.results}
+    assert tried == {
+        ("aten.exp.default", (FP32,)): ((30, 50),),
+        ("aten.neg.default", (FP32,)): ((7, 5),),
+        ("aten.exp.default", (BF16,)): ((2, 2),),
+    }
+    assert coverage.ok
+    assert all(result.seconds is None and result.error is not None for result in coverage.results)
 
 
 # one operator at a time, in this process

@@ -24,7 +24,7 @@ from workbench.base.plain import plain
 from workbench.base.process import peak_resident_bytes
 from workbench.base.quantity import BASES, Basis, Quantity
 from workbench.base.table import Cell, Table, human, printable, printable_lines
-from workbench.base.text import short_repr
+from workbench.base.text import error_text, short_repr
 
 __all__ = [
     "BASES",
@@ -49,6 +49,7 @@ __all__ = [
     "UnsupportedModelError",
     "WorkbenchError",
     "WorkerDiedError",
+    "error_text",
     "human",
     "num_bytes",
     "peak_resident_bytes",

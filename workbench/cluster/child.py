@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from workbench.base import error_text
+
 __all__ = ["MARK", "answer_tasks", "main"]
 
 MARK = "@probe "
@@ -30,7 +32,7 @@ def answer_tasks(load: Callable[[], Callable[[str, str, str], object]]) -> int:
         try:
             value = perform(kind, argument, request["device"])
         except Exception as caught:  # the device's answer, whatever it is, is the result
-            error = f"{type(caught).__name__}: {caught}"
+            error = error_text(caught)
         done = {"event": "done", "kind": kind, "argument": argument, "value": value, "error": error}
         _say({**done, "seconds": time.perf_counter() - began})
     return 0

@@ -18,6 +18,7 @@ from workbench.cluster.child import MARK
 __all__ = ["ProbeResult", "run_probe"]
 
 DEFAULT_COMMAND = (sys.executable, "-m", "workbench.cluster.child")
+LOAD_SECONDS = 300.0  # torch, and the plug-in of a device, which may compile itself the first time
 STDERR_TAIL = 300  # characters of a dead child's last words that are kept
 
 
@@ -37,16 +38,19 @@ def run_probe(
     *,
     device: str = "cpu",
     time_limit_s: float = 60.0,
+    load_limit_s: float = LOAD_SECONDS,
     command: Sequence[str] = DEFAULT_COMMAND,
 ) -> list[ProbeResult]:
-    """Results of `tasks` (kind, argument), in order, each given `time_limit_s`.
+    """Results of `tasks` (kind, argument), in order, each given `time_limit_s` from the moment it starts.
 
-    A task that hangs or takes the child down is recorded as failed, and the rest runs in a fresh child.
+    A task that hangs or takes the child down is recorded as failed, and the rest runs in a fresh child. What comes
+    before the first task (torch, a device's plug-in) has `load_limit_s`; a child that does not get beyond that answers
+    for all tasks.
     """
     results: list[ProbeResult] = []
     while len(results) < len(tasks):
         remaining = list(tasks[len(results) :])
-        finished, failure = _run_child(remaining, device, time_limit_s, command)
+        finished, failure = _run_child(remaining, device, time_limit_s, load_limit_s, command)
         results.extend(finished)
         if len(finished) < len(remaining):
             kind, argument = remaining[len(finished)]
@@ -59,7 +63,7 @@ def run_probe(
 
 
 def _run_child(
-    tasks: list[tuple[str, str]], device: str, time_limit_s: float, command: Sequence[str]
+    tasks: list[tuple[str, str]], device: str, time_limit_s: float, load_limit_s: float, command: Sequence[str]
 ) -> tuple[list[ProbeResult], str]:
     """(results so far, why it stopped early). The reason is "" where all tasks were answered."""
     finished: list[ProbeResult] = []
@@ -75,7 +79,7 @@ def _run_child(
         lines: queue.Queue[str | None] = queue.Queue()
         reader = threading.Thread(target=_forward, args=(child.stdout, lines), daemon=True)
         reader.start()
-        is_ready = False
+        is_loaded = False
         try:
             try:
                 child.stdin.write(json.dumps({"device": device, "tasks": tasks}))
@@ -84,15 +88,18 @@ def _run_child(
                 pass  # it died before reading; its exit code below says how
             while len(finished) < len(tasks):
                 try:
-                    line = lines.get(timeout=time_limit_s)
+                    line = lines.get(timeout=time_limit_s if is_loaded else load_limit_s)
                 except queue.Empty:
-                    return finished, f"timed out after {time_limit_s:g} s"
+                    if is_loaded:
+                        return finished, f"timed out after {time_limit_s:g} s"
+                    return finished, f"child did not start: still loading after {load_limit_s:g} s"
                 if line is None:
-                    lost = "" if is_ready else "child did not start: "
+                    lost = "" if is_loaded else "child did not start: "
                     return finished, lost + _last_words(child, stderr)
                 event = json.loads(line)
-                is_ready = True
-                if event.pop("event") == "done":
+                kind = event.pop("event")
+                is_loaded = is_loaded or kind == "start"
+                if kind == "done":
                     finished.append(ProbeResult(**event))
             return finished, ""
         finally:

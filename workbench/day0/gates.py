@@ -37,6 +37,11 @@ GATES: Mapping[str, GateForm] = {
         question="Does the device do what the model needs, with right numbers? (features that fail)",
         threshold=0,
     ),
+    "operators.coverage": GateForm(
+        layer=OPERATORS,
+        question="Does the device itself run every operator of the model, with right numbers? (operators it does not)",
+        threshold=0,
+    ),
     "checkpoint.audit": GateForm(
         layer=FRAMEWORK,
         question="Are the files whole, consistent, and one-to-one with the model? (errors)",

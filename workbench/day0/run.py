@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workbench.base import ConfigError, Table, WorkbenchError, human
+from workbench.base import CheckpointError, ConfigError, Table, WorkbenchError, error_text, human
 from workbench.checkpoint import audit, inspect_checkpoint, read_origin
 from workbench.cluster import MachineSurvey, default_device, host_device, survey_machine
 from workbench.day0.gates import GateBook, gate_forms
+from workbench.day0.operators import measure_coverage
 from workbench.day0.serve import measure_answers
 from workbench.day0.verify import measure_parity
 from workbench.deployment import Deployment, LoadSummary
@@ -33,6 +34,7 @@ NEEDED_FEATURES = ("fp32 matmul", "bf16 matmul", "attention (sdpa)", "depthwise 
 FP32_SHARE = 0.4  # parity in fp32 is tried where all ranks' weights fit into this share of the memory that is free
 FP32_TOKENS = 512  # cache length of a sequence while parity in fp32 is measured
 AFTER_LOADING = ("loading", "parity", "answers", "serving", "latency")  # gates that need a loaded model
+DUMMY = "This proves the machinery and accepts no model: its weights were not trained"
 LOG_COLUMNS = 120  # width of the gate table where the output is no terminal
 
 
@@ -63,10 +65,20 @@ def run_day0(
     `device`: a device type, or None for the accelerator of this machine, else the CPU. `max_tokens`: cache length of a
     sequence; None takes 4096, or the model's context where that is shorter. `limits`: other thresholds by gate id, such
     as {"latency.first_token": 2.0} (seconds). `say` gets a line per step; None says nothing. Raises ConfigError where
-    the folder describes no model, `out` cannot be written or a limit is unusable, and LayoutError where the layout does
-    not divide the model; everything else that goes wrong is in the report.
+    the folder describes no model, `out` cannot be written or a limit is unusable, LayoutError where the layout does not
+    divide the model, and CheckpointError for a ghost, which holds no weights; everything else that goes wrong is in the
+    report.
     """
     root, began = Path(root), time.perf_counter()
+    origin = read_origin(root)
+    if origin.is_ghost:  # its zeros agree with themselves: every gate about numbers would pass
+        raise CheckpointError(
+            "there is nothing to accept: these files hold no weights",
+            where=root,
+            found=origin.note,
+            expected="weights",
+            next_step="Rehearse with a ghost (`workbench rehearse`), and accept the checkpoint once it has arrived",
+        )
     spec, layout = read_spec(root), layout or Layout()
     require_runnable(spec)
     check_layout(spec, layout)
@@ -80,6 +92,9 @@ def run_day0(
 
     survey = _survey(found, root)
     _checkpoint(found, root)
+    with _step(found, "operators", "operators"):
+        found.say(f"operators: what a rank needs, tried on {device}")
+        measure_coverage(found.gates, found.sections, spec, layout, precision=precision, device=device, say=found.say)
     if fp32 == "run":
         with _step(found, "parity in fp32", "parity.fp32", "parity.batch"):
             found.say(f"parity in fp32 with the reference: {place}")
@@ -116,7 +131,6 @@ def run_day0(
         table = Table(columns=("step", "reason"), rows=tuple(found.failures))
         found.sections.insert(0, Section(title="Steps that failed", tables=(table,)))
 
-    origin = read_origin(root)
     result = Day0Report(
         model=spec.architecture,
         checkpoint=str(root),
@@ -141,6 +155,8 @@ def run_day0(
     )
     found.say("")
     found.say(result.render(width=shutil.get_terminal_size((LOG_COLUMNS, 24)).columns))
+    if origin.is_dummy:
+        found.say(f"{DUMMY} ({origin.note})")
     if out is not None:
         page, record = result.write(out)
         found.say(f"\nreport: {page} and {record}")
@@ -153,9 +169,9 @@ def _step(found: Findings, name: str, *prefixes: str) -> Iterator[None]:
     try:
         yield
     except WorkbenchError as error:
-        reason = detail = f"{type(error).__name__}: {error}"
+        reason = detail = error_text(error)
     except Exception as error:  # a bug of ours must not cost the report of hours of work; it is shown for what it is
-        reason = f"unexpected {type(error).__name__}: {error}"
+        reason = f"unexpected {error_text(error)}"
         detail = traceback.format_exc()
     else:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from workbench.base import WorkbenchError
+from workbench.base import DeploymentError, ImageError, RequestError, WorkbenchError, error_text
 from workbench.day0.gates import GateBook
 from workbench.day0.known import measure_known_answers
 from workbench.day0.prompts import IMAGE_QUESTIONS, draw_pictures, text_questions
@@ -35,6 +36,7 @@ class Asked:
     submitted_s: float
     answer: Answer | None
     reason: str = ""
+    is_lost: bool = False  # the ranks could not do it, whoever asks
 
     def line(self) -> str:
         if self.answer is None or self.reason:
@@ -53,11 +55,12 @@ def measure_answers(
 ) -> None:
     """Put the questions one after another and enter answers, latencies and the gates about them.
 
-    A request that fails counts against its gate with its reason. Raises what opening the service raises (a folder
-    without a tokenizer cannot be asked anything), and what the very first request raises.
+    A request that fails counts against its gate with its reason; where the ranks gave out and none was answered, the
+    gate has no value. Raises what opening the service raises (a folder without a tokenizer cannot be asked anything),
+    and what warming up raises, which counts for no gate itself.
     """
     with open_service(ranks, root) as service:
-        service.infer("warm up", max_tokens=2, temperature=0.0)  # the first request pays for pages and kernels
+        _warm_up(service, has_pictures=ranks.spec.vision is not None)
 
         def ask(label: str, question: str, *pictures: Image.Image) -> Asked:
             asked = _ask(service, label, question, pictures)
@@ -90,23 +93,40 @@ def measure_answers(
     _latencies(gates, sections, timings, f"{ranks.layout} on {ranks.stats()[0].device}, one request at a time, greedy")
 
 
+def _warm_up(service: MultimodalInferenceService, *, has_pictures: bool) -> None:
+    """The first requests pay for pages and kernels, and find out whether the ranks can answer at all."""
+    service.infer("warm up", max_tokens=2, temperature=0.0)
+    if has_pictures:
+        with contextlib.suppress(RequestError, ImageError):  # a refusal is asked about, and counted, later
+            service.infer("warm up", _png(draw_pictures()[0]), max_tokens=2, temperature=0.0)
+
+
 def _ask(
     service: MultimodalInferenceService, label: str, question: str, pictures: tuple[Image.Image, ...] = ()
 ) -> Asked:
-    answer, reason, submitted_s = None, "", time.perf_counter()
+    answer, reason, is_lost, submitted_s = None, "", False, time.perf_counter()
     try:
         files = [_png(picture) for picture in pictures]
         answer = service.infer(question, files or None, max_tokens=ANSWER_TOKENS, temperature=0.0)
     except WorkbenchError as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason, is_lost = error_text(error), isinstance(error, DeploymentError)
     if answer is not None and not answer.token_ids:
         reason = "no token was generated"
     return Asked(
-        label=label, question=question, pictures=pictures, submitted_s=submitted_s, answer=answer, reason=reason
+        label=label,
+        question=question,
+        pictures=pictures,
+        submitted_s=submitted_s,
+        answer=answer,
+        reason=reason,
+        is_lost=is_lost,
     )
 
 
 def _count(gates: GateBook, gate_id: str, asked: Sequence[Asked], what: str) -> None:
+    if asked and all(one.is_lost for one in asked):
+        gates.unmeasured(gate_id, f"nothing was answered: {asked[0].reason}")
+        return
     failed = [one.line() for one in asked if one.reason]
     evidence = f"{len(asked)} requests: {what}"
     gates.measured(gate_id, len(failed), evidence="; ".join([evidence, *failed]))
@@ -119,7 +139,7 @@ def _measure_looking(gates: GateBook, service: MultimodalInferenceService) -> No
         try:
             answer = service.infer(IMAGE_QUESTIONS[0], _png(picture), max_tokens=1, temperature=0.0)
         except WorkbenchError as error:
-            gates.unmeasured("answers.looks", f"{type(error).__name__}: {error}")
+            gates.unmeasured("answers.looks", error_text(error))
             return
         found.append((answer.token_ids, answer.logprobs))
     gates.measured("answers.looks", found[0] != found[1], evidence="same question and size, two pictures")

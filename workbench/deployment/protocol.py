@@ -23,7 +23,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 
-from workbench.base import DeploymentError, WorkbenchError
+from workbench.base import DeploymentError, WorkbenchError, error_text
 
 __all__ = [
     "PROTOCOL",
@@ -124,8 +124,8 @@ def portable(error: BaseException, rank: int) -> WorkbenchError:
             pickle.loads(pickle.dumps(named))
             return named
         except Exception:  # a subclass with a constructor of its own: its text has to do
-            return DeploymentError(f"rank {rank}: {type(error).__name__}: {error}")
-    return DeploymentError(f"rank {rank}: {type(error).__name__}: {error}")
+            return DeploymentError(f"rank {rank}: {error_text(error)}")
+    return DeploymentError(f"rank {rank}: {error_text(error)}")
 
 
 def parse_address(text: str) -> Address:

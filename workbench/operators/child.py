@@ -25,6 +25,8 @@ def _load() -> Callable[[str, str, str], object]:
     def perform(kind: str, argument: str, device: str) -> object:
         if kind == "operator":
             return trial.try_operator(json.loads(argument), device)
+        if kind == "untimed":
+            return trial.try_operator(json.loads(argument), device, is_timed=False)
         if kind == "matmul":
             return tasks.matmul_rate(argument, device)
         if kind == "copy":

@@ -19,6 +19,7 @@ __all__ = ["PROBE_COMMAND", "measure_roofline", "probe_operators"]
 
 PROBE_COMMAND = (sys.executable, "-m", "workbench.operators.child")
 OPERATOR_SECONDS = 60.0
+MAX_CHECK_BYTES = 64 << 20  # of the call that speaks for its kind
 BATCH = 256  # operators per child: progress is told, and a child that leaks is soon replaced
 
 
@@ -28,6 +29,7 @@ def probe_operators(
     *,
     time_limit_s: float = OPERATOR_SECONDS,
     roofline: bool = True,
+    each_shape: bool = True,
     command: Sequence[str] = PROBE_COMMAND,
     progress: Callable[[int, int], None] | None = None,
 ) -> Coverage:
@@ -35,16 +37,18 @@ def probe_operators(
 
     Views are tried once per operator and dtypes, everything else at each of its shapes. An operator that hangs or takes
     its child down has failed, and the rest goes on. With `roofline` the limits of the device are measured first.
+    Without `each_shape` one call speaks for each operator and dtypes, the largest of at most 64 MiB, and none is timed.
     `progress(done, total)` is called as answers come in. Raises DeploymentError where the child does not start at all.
     """
     group = (inventories,) if isinstance(inventories, Inventory) else tuple(inventories)
-    uses = _to_try(distinct_operators(group))
+    distinct = distinct_operators(group)
+    uses = _to_try(distinct) if each_shape else _one_of_each(distinct)
     dtypes = list(dict.fromkeys(use.input_dtypes[0] for use in uses if use.flops))
     limits = measure_roofline(device, dtypes, command=command, time_limit_s=time_limit_s) if roofline else Roofline()
     results: list[OperatorResult] = []
     for start in range(0, len(uses), BATCH):
         batch = uses[start : start + BATCH]
-        tasks = [("operator", json.dumps(use.to_json())) for use in batch]
+        tasks = [("operator" if each_shape else "untimed", json.dumps(use.to_json())) for use in batch]
         answers = run_probe(tasks, device=device, time_limit_s=time_limit_s, command=command)
         results += [_result(use, answer, limits) for use, answer in zip(batch, answers, strict=True)]
         if progress is not None:
@@ -71,6 +75,18 @@ def _to_try(uses: Sequence[OperatorUse]) -> list[OperatorUse]:
         if known is None or _num_elements(use) < _num_elements(known):
             views[key] = use
     return [*found, *views.values()]
+
+
+def _one_of_each(uses: Sequence[OperatorUse]) -> list[OperatorUse]:
+    """The largest use of each operator and dtypes that is cheap to compare, or the smallest where none is."""
+    kinds: dict[tuple[object, ...], list[OperatorUse]] = {}
+    for use in uses:
+        kinds.setdefault((use.name, use.input_dtypes), []).append(use)
+    found = []
+    for group in kinds.values():
+        cheap = [use for use in group if use.num_bytes <= MAX_CHECK_BYTES]
+        found.append(max(cheap, key=_num_elements) if cheap else min(group, key=_num_elements))
+    return found
 
 
 def _num_elements(use: OperatorUse) -> int:

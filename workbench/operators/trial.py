@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.base import error_text
+
 __all__ = ["measure_copy", "try_operator"]
 
 MAX_BYTES = 4 << 30  # of one call's tensors
@@ -42,8 +44,8 @@ UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty
 class Trial:
     """`use` as `OperatorUse.to_json` gives it."""
 
-    def __init__(self, use: Mapping[str, Any], device: str) -> None:
-        self.use, self.device = use, torch.device(device)
+    def __init__(self, use: Mapping[str, Any], device: str, *, is_timed: bool = True) -> None:
+        self.use, self.device, self.is_timed = use, torch.device(device), is_timed
         self.name: str = use["name"]
         self.base = self.name.split(".")[1].removesuffix("_")
         self.args, self.kwargs = json.loads(use["call"])
@@ -63,13 +65,13 @@ class Trial:
             try:
                 found, how = self.run(func, host)
             except NotImplementedError as error:
-                return {"status": "missing", "detail": _first_line(error)}
+                return {"status": "missing", "detail": _first_line(error) or error_text(error)}
             except Exception as error:  # whatever a device raises is its answer
-                return {"status": "failed", "detail": f"{type(error).__name__}: {_first_line(error)}"}
+                return {"status": "failed", "detail": _first_line(error_text(error))}
             result = self.compare(func, host, found)
             if result["status"] == "ran" and (how or (how := _warned(caught))):
                 result |= {"status": "fell back", "detail": how}
-            if result["status"] not in ("failed", "missing"):
+            if self.is_timed and result["status"] not in ("failed", "missing"):
                 result["seconds"] = self.time(func, host)
         return result
 
@@ -242,9 +244,9 @@ class Trial:
         return statistics.median(window(repeats) for _ in range(NUM_WINDOWS))
 
 
-def try_operator(use: Mapping[str, Any], device: str) -> dict[str, object]:
-    """Outcome of one operator use (as `OperatorUse.to_json` gives it) on `device`."""
-    return Trial(use, device).outcome()
+def try_operator(use: Mapping[str, Any], device: str, *, is_timed: bool = True) -> dict[str, object]:
+    """Outcome of one operator use (as `OperatorUse.to_json` gives it) on `device`; its rate too where `is_timed`."""
+    return Trial(use, device, is_timed=is_timed).outcome()
 
 
 def measure_copy(device: str) -> dict[str, object]:

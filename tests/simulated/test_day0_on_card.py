@@ -1,0 +1,49 @@
+"""The whole acceptance on the simulated accelerator, two devices, by the command that a user types."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from card_runs import GAPS, NANO, PLANTED, TINY, OnCard, named
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+ALWAYS = {"device.features", "operators.coverage", "checkpoint.audit", "loading.rows", "loading.read_ratio"}
+
+
+def accepted(
+    on_card: OnCard, root: Path, out: Path, gaps: str
+) -> tuple[int, dict[str, dict[str, Any]], dict[str, Any]]:
+    done = on_card("-m", "workbench.cli", "day0", root, "--ranks", 2, "--json", "--out", out, GAPS=gaps)
+    assert done.returncode in (0, 1), done.stderr[-4000:]
+    report = json.loads((out / "report.json").read_text())
+    return done.returncode, {gate["id"]: gate for gate in report["gates"]}, report
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("root", [TINY, NANO], ids=lambda root: root.name)
+def test_without_gaps_the_card_is_accepted(on_card: OnCard, tmp_path: Path, root: Path) -> None:
+    code, gates, report = accepted(on_card, root, tmp_path, "")
+    assert code == 0, report["verdict"]
+    assert {gate["status"] for gate in gates.values()} == {"pass"}
+    assert report["environment"]["device"] == "simcard"
+    assert report["hardware"] == "simulated accelerator 0, 2 devices (simcard)"
+    assert any(section["title"] == "Operators" for section in report["sections"])
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("root", [TINY, NANO], ids=lambda root: root.name)
+def test_with_gaps_it_fails_and_names_each(on_card: OnCard, tmp_path: Path, root: Path) -> None:
+    code, gates, report = accepted(on_card, root, tmp_path, GAPS)
+    assert code == 1
+    failed = {gate_id for gate_id, gate in gates.items() if gate["status"] == "fail"}
+    assert failed == {"operators.coverage"}, report["verdict"]
+    assert named(gates["operators.coverage"]["evidence"]) == PLANTED
+    passed = {gate_id for gate_id, gate in gates.items() if gate["status"] == "pass"}
+    assert passed >= ALWAYS - {"operators.coverage"}
+    for gate_id in ("answers.text", "answers.image", "parity.serving"):  # nothing was answered: nothing is judged
+        assert gates[gate_id]["status"] == "not measured"
+        assert "topk" in gates[gate_id]["evidence"]
