@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,21 @@ def test_with_the_file_the_model_is_known_and_every_room_can_use_it(toy: None, c
     assert held[0] == held[1] < counts.weight_bytes
 
 
-def test_until_its_blocks_exist_it_is_refused_for_running(toy: None) -> None:
+def test_it_runs_where_its_blocks_exist_and_is_refused_for_one_that_does_not(toy: None, checkpoint: Path) -> None:
+    pytest.importorskip("torch")
+    from workbench.loading import load_sharded_weights
+    from workbench.nn import TokenBatch
+
     spec = parse_config(CONFIG)
-    assert "grouped-query attention" in missing_blocks(spec)
-    with pytest.raises(UnsupportedModelError, match="grouped-query attention"):
-        require_runnable(spec)
+    assert missing_blocks(spec) == ()
+    require_runnable(spec)
+    model = load_sharded_weights(checkpoint, precision="fp32", device="cpu").model
+    logits = model(TokenBatch.whole([[5, 3, 7]], all_logits=True))
+    assert logits.shape == (3, 96)
+    assert logits.isfinite().all()
+    gated = [replace(layer, mixer=replace(layer.mixer, has_output_gate=True)) for layer in spec.layers]
+    with pytest.raises(UnsupportedModelError, match="grouped-query attention: output gate"):
+        require_runnable(replace(spec, layers=tuple(gated)))
 
 
 def test_before_the_file_is_written_inspect_says_what_it_has_to_say(checkpoint: Path) -> None:

@@ -403,11 +403,11 @@ def test_k12_settings_that_are_not_known_are_refused_with_those_that_are(
 
 
 def test_k12_a_model_that_cannot_run_is_refused_with_the_whole_list_of_missing_blocks() -> None:
-    spec = parse_config(CONFIGS["gpt_oss"])
+    spec = parse_config(CONFIGS["minimax_m3"])
     with pytest.raises(UnsupportedModelError) as caught:
         require_runnable(spec)
     assert all(block in str(caught.value) for block in missing_blocks(spec))
-    assert "grouped-query attention: sinks" in missing_blocks(spec)
+    assert "grouped-query attention: block-sparse reading" in missing_blocks(spec)
     require_runnable(parse_config(k3_config()))
 
 
@@ -418,18 +418,18 @@ def test_k12_every_way_to_run_a_model_refuses_at_once(tmp_path: Path) -> None:
     from workbench.loading import load_sharded_weights
     from workbench.nn.model import Model
 
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["deepseek_v32"]))
     import numpy as np
     from safetensors.numpy import save_file
 
-    save_file({"model.norm.weight": np.zeros(60, np.float16)}, tmp_path / "model.safetensors")
+    save_file({"model.norm.weight": np.zeros(44, np.float16)}, tmp_path / "model.safetensors")
     for run in (
-        lambda: Model(parse_config(CONFIGS["llama"])),
+        lambda: Model(parse_config(CONFIGS["deepseek_v32"])),
         lambda: load_sharded_weights(tmp_path),
         lambda: Deployment.start(tmp_path),
         lambda: run_day0(tmp_path, out=None),
     ):
-        with pytest.raises(UnsupportedModelError, match="grouped-query attention"):
+        with pytest.raises(UnsupportedModelError, match="sparse indexer"):
             run()
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from workbench.day0.gates import GateBook
 from workbench.day0.prompts import draw_pictures
-from workbench.operators import STATUSES, Coverage, Inventory, Workload, probe_operators, trace_inventory, trace_vision
+from workbench.operators import STATUSES, Coverage, Inventory, Workload, probe_operators
+from workbench.operators.trace import trace_inventory, trace_vision
 from workbench.placement import Layout
 from workbench.report import Section
 from workbench.serving import ImageProcessor

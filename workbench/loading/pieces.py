@@ -148,7 +148,7 @@ def load_in_pieces(
     slots = staging_slots(prepared.window)
     try:
         for name, part in prepared.pieces().items():
-            wanted = list(dict.fromkeys(target for x in part.assignments for target in x.transform.targets))
+            wanted = list(dict.fromkeys(target for x in part.assignments for target in x.transform.all_targets))
             targets = {target: _tensor_for(target, filled, empty, device) for target in wanted}
             started, before = time.perf_counter(), reader.bytes_read
             stream(part, prepared.window, slots, reader, Writer(targets, ledger, device), memory, report)

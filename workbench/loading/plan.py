@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from workbench.base import DTYPE_BITS, LoadError
+from workbench.base import LoadError
 from workbench.checkpoint.checkpoint import Checkpoint
-from workbench.checkpoint.header import TensorEntry
-from workbench.loading.transform import DTYPES, Transform, choose_transform
+from workbench.loading.source import Extent, Source, fused_pieces, source_of
+from workbench.loading.transform import Transform, choose_transform
 from workbench.nn.linear import MatrixStore
-from workbench.placement import Layout, Shard, place
-from workbench.spec import TensorSpec, published_tensors
+from workbench.placement import Layout, place, tile_unit
+from workbench.spec import TensorSpec, draft_tensors, published_tensors
 
 __all__ = ["Assignment", "Extent", "LoadPlan", "Source", "plan_load"]
 
@@ -27,72 +27,12 @@ SHOWN = 6  # names listed per kind of problem; the rest is counted
 MANY_SEGMENTS = 20_000_000  # some 20 seconds of calls; a K3 rank under tp=16, ep=16 has two million
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """`count` segments of `length` bytes in one file, `stride` apart: the bytes of some rows of a tensor."""
-
-    file: str
-    offset: int
-    length: int
-    stride: int
-    count: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.length * self.count
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.stride * (self.count - 1) + self.length
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The piece of one stored tensor that this rank holds.
-
-    stored rows    |....[a b c]........[d e f]...|      `row_ranges`: (start, stop) pairs along dim 0
-    local rows           0 1 2          3 4 5
-    within a row   |....[=======]................|      `row_offset`, `row_bytes` out of `row_stride` bytes
-    """
-
-    entry: TensorEntry
-    row_ranges: tuple[tuple[int, int], ...]
-    row_shape: tuple[int, ...]  # local shape of one row
-    row_offset: int
-    row_bytes: int
-    row_stride: int
-
-    @property
-    def num_rows(self) -> int:
-        return sum(stop - start for start, stop in self.row_ranges)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_rows * self.row_bytes
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.entry.dtype]
-
-    def extents(self, first: int, last: int) -> Iterator[Extent]:
-        """Bytes of local rows [first, last), in file order; rows that are whole in the file make one segment."""
-        base = 0
-        for start, stop in self.row_ranges:
-            low, high = max(first - base, 0), min(last - base, stop - start)
-            if low < high:
-                offset = self.entry.begin + (start + low) * self.row_stride + self.row_offset
-                count, length = high - low, self.row_bytes
-                if length == self.row_stride:
-                    count, length = 1, length * count
-                yield Extent(self.entry.file, offset, length, self.row_stride, count)
-            base += stop - start
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
     """What fills one parameter (one slot of a stacked one): its sources by part, and what happens on the way.
 
-    `padding` are the extents of stored rows beyond those in use, which must be zero.
+    `padding` are the extents of stored rows beyond those in use, which must be zero. Where rows of two parameters take
+    turns in the files, one assignment fills both (`transform.twin_targets`).
     """
 
     param: str
@@ -149,35 +89,67 @@ def plan_load(checkpoint: Checkpoint, model: nn.Module, layout: Layout, rank: in
     shape than the model needs, and parameters that nothing fills.
     """
     wanted = {tensor.name: tensor for tensor in published_tensors(checkpoint.spec)}
+    drafts = {tensor.name for tensor in draft_tensors(checkpoint.spec)}
     problems = _Problems(checkpoint)
     for name in checkpoint.entries:
-        if name not in wanted:
+        if name not in wanted and name not in drafts:
             problems.add("no place in the model for", name)
     for tensor in wanted.values():
         problems.check_stored(tensor)
     problems.raise_if_any()
 
     coords = layout.coords(rank)
-    pieces: dict[tuple[str, int | None], list[Shard]] = {}
+    pieces: dict[tuple[str, int | None], _Pieces] = {}
     bytes_assigned = 0
     for tensor in wanted.values():
         if tensor.part == "weight_shape":  # repeats what the other parts say
             continue
         shard = place(checkpoint.spec, layout, coords, tensor)
-        if shard is not None:
-            pieces.setdefault((tensor.param, shard.slot), []).append(shard)
-            bytes_assigned += shard.num_bytes
+        if shard is None:
+            continue
+        bytes_assigned += shard.num_bytes
+        entry = checkpoint.tensor(tensor.name)
+        if tensor.num_stacked is None:
+            tile = tile_unit(checkpoint.spec) if tensor.part == "weight_scale_inv" else 1
+            own = pieces.setdefault((shard.tensor.param, shard.slot), _Pieces())
+            own.add(tensor, source_of(entry, shard, tile=tile))
+            continue
+        if tensor.is_transposed:
+            problems.add("stored (inputs, outputs), which is not read here", tensor.name)
+            continue
+        for piece in fused_pieces(entry, shard):
+            pieces.setdefault((piece.param, piece.slot), _Pieces(twin=piece.twin)).add(tensor, piece.source)
+    problems.raise_if_any()
     modules = dict(model.named_modules())
     assignments = []
-    for (param, slot), shards in pieces.items():
-        assignment = _assign(checkpoint, modules, param, slot, shards, problems)
+    for (param, slot), own in pieces.items():
+        assignment = _assign(checkpoint, modules, param, slot, own, problems)
         if assignment is not None:
             assignments.append(assignment)
     problems.check_filled(model, assignments)
     problems.raise_if_any()
     assignments.sort(key=lambda x: x.position)
-    notes = [*_stray_notes(checkpoint), *_segment_notes(assignments)]
+    notes = [*_stray_notes(checkpoint), *_draft_notes(checkpoint, drafts), *_segment_notes(assignments)]
     return LoadPlan(rank=rank, assignments=tuple(assignments), bytes_assigned=bytes_assigned, notes=tuple(notes))
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """Stored tensors of one parameter (one slot of a stacked one) with their sources; `twin` is filled by them too."""
+
+    tensors: list[TensorSpec] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    twin: str | None = None
+
+    def add(self, tensor: TensorSpec, source: Source) -> None:
+        self.tensors.append(tensor)
+        self.sources.append(source)
+
+    @property
+    def by_part(self) -> dict[str, Source]:
+        """A bias is a plain vector, as a norm is."""
+        names = ("weight" if tensor.part == "bias" else tensor.part for tensor in self.tensors)
+        return dict(zip(names, self.sources, strict=True))
 
 
 def _assign(
@@ -185,43 +157,46 @@ def _assign(
     modules: dict[str, nn.Module],
     param: str,
     slot: int | None,
-    shards: list[Shard],
+    pieces: _Pieces,
     problems: _Problems,
 ) -> Assignment | None:
     prefix, _, leaf = param.rpartition(".")
     module = modules.get(prefix)
-    if module is None or not (isinstance(module, MatrixStore) or isinstance(getattr(module, leaf, None), nn.Parameter)):
-        problems.add("the model has no parameter for", f"{shards[0].tensor.name} ({param})")
+    is_matrix = isinstance(module, MatrixStore) and leaf == "weight"
+    if module is None or not (is_matrix or isinstance(getattr(module, leaf, None), nn.Parameter)):
+        problems.add("the model has no parameter for", f"{pieces.tensors[0].name} ({param})")
         return None
-    parts: dict[str, Source] = {shard.tensor.part: _source(checkpoint, shard) for shard in shards}
-    if len(parts) != len(shards):
+    parts = pieces.by_part
+    if len(parts) != len(pieces.tensors):
         problems.add("filled more than once", param)
         return None
     dtypes: dict[str, torch.dtype] = {part: source.dtype for part, source in parts.items()}
-    if isinstance(module, MatrixStore):
-        transform = choose_transform(dtypes, module.scheme, prefix, module.parts)
+    if is_matrix:
+        assert isinstance(module, MatrixStore)
+        tile = max(source.tile for source in parts.values())
+        transform = choose_transform(dtypes, module.scheme, prefix, module.parts, tile=tile)
         local = module.logical_shape if slot is None else module.logical_shape[1:]
     else:
         parameter = getattr(module, leaf)
         transform = choose_transform(dtypes, None, prefix, {leaf: parameter})
-        local = tuple(parameter.shape)
+        local = tuple(parameter.shape) if slot is None else tuple(parameter.shape[1:])
     if transform is None:
         problems.add("no way to turn what is stored into what the model holds", f"{param} from {sorted(parts)}")
         return None
-    padded = [shard for shard in shards if _stored_rows(checkpoint, shard.tensor) != _used_rows(shard.tensor)]
+    if pieces.twin is not None:
+        transform = transform.with_twin(prefix, pieces.twin.rpartition(".")[0])
+    padded = [tensor for tensor in pieces.tensors if _stored_rows(checkpoint, tensor) != _used_rows(tensor)]
     assignment = Assignment(
         param=param,
         slot=slot,
         sources=parts,
         transform=transform.trimmed() if padded else transform,
         num_rows=local[0],
-        num_columns=math.prod(local[1:]),
-        padding=tuple(_padding(checkpoint, shard) for shard in padded),
+        num_columns=math.prod(local[1:]) * (1 if pieces.twin is None else 2),
+        padding=tuple(_padding(checkpoint, tensor) for tensor in padded),
     )
     for part, source in parts.items():
-        codes = {torch.uint8: 2, torch.int32: 8}.get(source.dtype, 1) if part == "weight_packed" else 1
-        logical = math.prod(source.row_shape) * codes
-        if source.num_rows != local[0] or (part != "weight_scale" and logical != assignment.num_columns):
+        if not _fits(part, source, assignment):
             problems.add(
                 "local shape differs", f"{param}: {source.num_rows} rows of {source.row_shape} for {tuple(local)}"
             )
@@ -229,28 +204,22 @@ def _assign(
     return assignment
 
 
-def _source(checkpoint: Checkpoint, shard: Shard) -> Source:
-    entry = checkpoint.tensor(shard.tensor.name)
-    item = DTYPE_BITS[entry.dtype] // 8
-    columns = shard.ranges[1] if len(shard.ranges) > 1 else ((0, 1),)  # a vector has rows of one element
-    assert len(columns) == 1, f"{entry.name}: columns in several pieces"
-    assert all(ranges == ((0, size),) for ranges, size in zip(shard.ranges[2:], entry.shape[2:], strict=True))
-    start, stop = columns[0]
-    unit = item * math.prod(entry.shape[2:])
-    return Source(
-        entry=entry,
-        row_ranges=shard.ranges[0],
-        row_shape=shard.shape[1:],
-        row_offset=start * unit,
-        row_bytes=(stop - start) * unit,
-        row_stride=item * math.prod(entry.shape[1:]),
-    )
+SCALES = ("weight_scale", "weight_scale_inv", "scales")  # fewer numbers than weights
+PER_ITEM = {("weight_packed", torch.uint8): 2, ("weight_packed", torch.int32): 8, ("blocks", torch.uint8): 2}
 
 
-def _padding(checkpoint: Checkpoint, shard: Shard) -> Extent:
-    entry = checkpoint.tensor(shard.tensor.name)
+def _fits(part: str, source: Source, assignment: Assignment) -> bool:
+    """Whether a piece has as many rows, and values hold as many weights, as the parameter on this rank."""
+    if source.num_rows != -(-assignment.num_rows // source.tile):
+        return False
+    logical = math.prod(source.row_shape) * PER_ITEM.get((part, source.dtype), 1)
+    return part in SCALES or logical == assignment.num_columns
+
+
+def _padding(checkpoint: Checkpoint, tensor: TensorSpec) -> Extent:
+    entry = checkpoint.tensor(tensor.name)
     row_bytes = entry.num_bytes // entry.shape[0]
-    begin = entry.begin + _used_rows(shard.tensor) * row_bytes
+    begin = entry.begin + _used_rows(tensor) * row_bytes
     return Extent(entry.file, begin, entry.end - begin, entry.end - begin, 1)
 
 
@@ -280,6 +249,12 @@ def _stray_notes(checkpoint: Checkpoint) -> Iterator[str]:
             yield f"{file} holds {len(strays)} tensors that the index does not count there, not read: {shown}"
 
 
+def _draft_notes(checkpoint: Checkpoint, drafts: set[str]) -> Iterator[str]:
+    num = sum(name in drafts for name in checkpoint.entries)
+    if num:
+        yield f"{num} tensors of the multi-token-prediction layers are kept apart and not read"
+
+
 class _Problems:
     """Findings of a dry run by kind, raised together."""
 
@@ -304,7 +279,7 @@ class _Problems:
             self.add("wrong shape", f"{tensor.name} is {entry.shape} in {entry.file}, not {tensor.shape}")
 
     def check_filled(self, model: nn.Module, assignments: list[Assignment]) -> None:
-        filled = {target for x in assignments for target in x.transform.targets}
+        filled = {target for x in assignments for target in x.transform.all_targets}
         for name, _ in [*model.named_parameters(), *model.named_buffers()]:
             if name not in filled:
                 self.add("nothing fills", name)

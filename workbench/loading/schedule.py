@@ -84,13 +84,14 @@ def schedule(plan: LoadPlan, window: Window) -> Iterator[Batch]:
 def _chunks(plan: LoadPlan, window: Window) -> Iterator[Chunk]:
     for x in plan.assignments:
         sources = x.sources
-        edges = [0, *accumulate(b - a for a, b in next(iter(sources.values())).row_ranges)]
+        finest = min(sources.values(), key=lambda source: source.tile)
+        edges = [0, *accumulate(b - a for a, b in finest.row_ranges)]
         step = _rows_that_fit(x, window)
         for low, high in pairwise(edges):
             # A chunk never crosses a cut of the stored rows, so each part of it is one extent.
             for first in range(low, high, step):
                 last = min(first + step, high)
-                extents = {part: next(source.extents(first, last)) for part, source in sources.items()}
+                extents = {part: next(own.extents(*own.rows_for(first, last))) for part, own in sources.items()}
                 yield Chunk(x, first, last, extents)
         for extent in x.padding:
             yield Chunk(x, 0, 0, {"weight": extent}, is_padding=True)
@@ -102,9 +103,13 @@ def _rows_that_fit(x: Assignment, window: Window) -> int:
     per_row = x.transform.temporary_bytes * x.num_columns
     if per_row:
         rows = min(rows, window.temporary // per_row)
+    tile = max(source.tile for source in x.sources.values())
+    rows = rows // tile * tile if rows < x.num_rows else rows  # chunks begin where tiles do
     if rows < 1:
+        least = "one row" if tile == 1 else f"a tile of {tile} rows"
+        size = f"{tile * x.source_row_bytes} bytes, {tile * per_row} more to transform it"
         raise LoadError(
-            f"{x.param}: one row ({x.source_row_bytes} bytes, {per_row} more to transform it) does not fit the window",
+            f"{x.param}: {least} ({size}) does not fit the window",
             found=f"slots of {window.slot} bytes and {window.temporary} for temporaries",
             next_step="Raise window_bytes",
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from workbench.base import LoadError
 from workbench.loading.host_memory import HostMemory
 from workbench.loading.ledger import Ledger, SourceRef
-from workbench.loading.plan import Assignment, LoadPlan
+from workbench.loading.plan import SCALES, Assignment, LoadPlan
 from workbench.loading.reader import ShardReader
 from workbench.loading.schedule import Batch, Chunk, Window, schedule
 
@@ -90,9 +90,8 @@ class Writer:
     def _write_chunk(self, chunk: Chunk, staged: Tensor) -> None:
         x, rows = chunk.assignment, (chunk.first, chunk.last)
         parts = {part: self._view(chunk, part, staged) for part in x.sources}
-        outputs, values = x.transform.apply(parts)
-        for name, output in outputs.items():
-            part = x.transform.targets[name]
+        for name, (output, values) in x.transform.apply(parts).items():
+            part = x.transform.all_targets[name]
             names = [part] if values is None and part in x.sources else list(x.sources)
             self.ledger.record(name, x.slot, rows, sources=_refs(x, names), transform=x.transform.name)
             target = self.targets[name] if x.slot is None else self.targets[name][x.slot]
@@ -101,12 +100,14 @@ class Writer:
             # Codes say little about the values they stand for; where those were at hand, they are what is checked.
             shows_values = values is not None and part in ("weight", "weight_packed")
             self.ledger.observe(name, x.slot, values if shows_values and values is not None else target)
-            if "weight_scale" in parts and part != "weight_scale":
-                self.ledger.observe_scale(name, x.slot, parts["weight_scale"])
+            scale = next((parts[key] for key in SCALES if key in parts), None)
+            if scale is not None and part != "weight_scale":
+                self.ledger.observe_scale(name, x.slot, scale)
 
     def _view(self, chunk: Chunk, part: str, staged: Tensor) -> Tensor:
         source, at = chunk.assignment.sources[part], chunk.staged[part]
-        num_rows = chunk.last - chunk.first
+        first, last = source.rows_for(chunk.first, chunk.last)
+        num_rows = last - first
         raw = staged[at : at + num_rows * source.row_bytes]
         if at % source.dtype.itemsize:  # a file may hold tensors at any byte
             raw = raw.clone()

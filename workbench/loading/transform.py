@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from workbench.nn.quant import SCHEMES, Scheme
+from workbench.nn.quant import SCHEMES, Decoder, FP8Tiles, Scheme
 
 __all__ = ["DTYPES", "Transform", "choose_transform"]
 
@@ -25,10 +25,13 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 # Parts in the file, by dtype -> the scheme of ours that means the same.
 STORED_SCHEMES: dict[str, dict[str, torch.dtype]] = {
     "mxfp4": {"weight_packed": torch.uint8, "weight_scale": torch.uint8},
+    "mxfp4_blocks": {"blocks": torch.uint8, "scales": torch.uint8},
+    "fp8_block": {"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32},
     "fp8": {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32},
     "int8": {"weight": torch.int8, "weight_scale": torch.bfloat16},
     "int4": {"weight_packed": torch.int32, "weight_scale": torch.bfloat16},
@@ -49,10 +52,11 @@ class Transform:
 
     name: str
     targets: dict[str, str]  # name of the tensor in the model -> part
-    decode: Scheme | None = None
+    decode: Decoder | None = None
     encode: Scheme | None = None
     dtype: torch.dtype = torch.float32  # what `decode` yields
     stored: str = ""  # scheme of the stored parts, where they are those of one
+    twin_targets: dict[str, str] = field(default_factory=dict)  # where rows of two parameters take turns: of the other
 
     @property
     def temporary_bytes(self) -> int:
@@ -62,8 +66,25 @@ class Transform:
     def trimmed(self) -> Transform:
         return replace(self, name=f"{self.name}, zero padding trimmed")
 
-    def apply(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Rows of the stored parts -> rows of each target by its name, and the plain values where they were formed."""
+    @property
+    def all_targets(self) -> dict[str, str]:
+        return self.targets | self.twin_targets
+
+    def with_twin(self, prefix: str, twin_prefix: str) -> Transform:
+        """The same for the even rows, and for the odd ones the same into the module at `twin_prefix`."""
+        targets = {f"{twin_prefix}{name.removeprefix(prefix)}": part for name, part in self.targets.items()}
+        return replace(self, name=f"{self.name}, rows in turns", twin_targets=targets)
+
+    def apply(self, parts: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Rows of the stored parts -> by target its rows, and the plain values where they were formed."""
+        if not self.twin_targets:
+            return self._apply(parts, self.targets)
+        even, odd = ({name: part[:, turn] for name, part in parts.items()} for turn in (0, 1))
+        return self._apply(even, self.targets) | self._apply(odd, self.twin_targets)
+
+    def _apply(
+        self, parts: Mapping[str, Tensor], targets: Mapping[str, str]
+    ) -> dict[str, tuple[Tensor, Tensor | None]]:
         values = None
         parts = _own_form(self.stored, parts)
         if self.decode is not None:
@@ -72,15 +93,20 @@ class Transform:
         if self.encode is not None:
             values = parts["weight"]
             parts = self.encode.encode(values)
-        return {target: parts[part] for target, part in self.targets.items()}, values
+        return {target: (parts[part], values) for target, part in targets.items()}
 
 
 def choose_transform(
-    stored: Mapping[str, torch.dtype], scheme: Scheme | None, prefix: str, own: Mapping[str, Tensor]
+    stored: Mapping[str, torch.dtype],
+    scheme: Scheme | None,
+    prefix: str,
+    own: Mapping[str, Tensor],
+    *,
+    tile: int = 1,
 ) -> Transform | None:
     """How `stored` parts (with their dtypes) become the tensors `own` of the module at `prefix`, held in `scheme`.
 
-    None where there is no way.
+    `tile`: rows and columns that share a scale where the parts are tiles. None where there is no way.
 
         stored \\ held     dense           same scheme    another scheme
         plain             copy or cast    -              encode
@@ -96,26 +122,36 @@ def choose_transform(
     stored_scheme = next((name for name, parts in STORED_SCHEMES.items() if parts == stored), None)
     if stored_scheme is None:
         return None
+    decoder: Decoder = _decoder(stored_scheme, tile)
     if scheme is None:
         ((leaf, target),) = own.items()
         name = f"expand {stored_scheme} to {_short(target.dtype)}"
         return Transform(
             name,
             {f"{prefix}.{leaf}": "weight"},
-            decode=SCHEMES[stored_scheme],
+            decode=decoder,
             dtype=target.dtype,
             stored=stored_scheme,
         )
-    if scheme.name == stored_scheme:
+    if scheme.name == decoder.name:
         return Transform("copy", _targets(prefix, own), stored=stored_scheme)
     name = f"expand {stored_scheme}, encode {scheme.name}"
-    return Transform(name, _targets(prefix, own), decode=SCHEMES[stored_scheme], encode=scheme, stored=stored_scheme)
+    return Transform(name, _targets(prefix, own), decode=decoder, encode=scheme, stored=stored_scheme)
+
+
+def _decoder(stored: str, tile: int) -> Decoder:
+    """What expands the stored parts, in our own form; tiles are only ever expanded or encoded anew."""
+    if stored == "fp8_block":
+        return FP8Tiles(tile)
+    return SCHEMES["mxfp4" if stored == "mxfp4_blocks" else stored]
 
 
 def _own_form(scheme: str, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Stored parts under the names and shapes of our scheme; the bytes of codes stay as they are."""
     if scheme in ("fp8", "int8"):
         return {"weight_packed": parts["weight"], "weight_scale": parts["weight_scale"].squeeze(-1).float()}
+    if scheme == "mxfp4_blocks":  # 16 bytes to a block of 32 columns: the same bytes, one block behind another
+        return {"weight_packed": parts["blocks"].flatten(-2), "weight_scale": parts["scales"]}
     if scheme == "int4":  # eight codes to a word, lowest first, are two to a byte, lower first
         return {"weight_packed": parts["weight_packed"].view(torch.uint8), "weight_scale": parts["weight_scale"]}
     return parts

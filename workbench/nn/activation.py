@@ -25,7 +25,14 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
 def gated_activation(kind: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """(..., F), (..., F) -> (..., F): computed in float32, rounded once to the dtype of `gate`."""
     g, u = as_float(gate), as_float(up)
-    y = _SiTU.apply(g, u, kind.beta, kind.linear_beta) if kind.kind == "situ" else F.silu(g) * u
+    if kind.limit is not None:
+        g, u = g.clamp(max=kind.limit), u.clamp(-kind.limit, kind.limit)
+    if kind.kind == "situ":
+        y = _SiTU.apply(g, u, kind.beta, kind.linear_beta)
+    elif kind.kind == "silu":
+        y = F.silu(g) * u
+    else:
+        y = g * torch.sigmoid(kind.alpha * g) * (u + 1)
     return y.to(gate.dtype)
 
 

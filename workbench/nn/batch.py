@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,6 +100,7 @@ class Segments:
         self._reach: dict[int, Tensor] = {}
         self._chunks: dict[int, ChunkTable] = {}
         self._padded: tuple[PaddedGroup, ...] | None = None
+        self._once: dict[Hashable, Any] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -171,6 +173,12 @@ class Segments:
         if size not in self._chunks:
             self._chunks[size] = ChunkTable(self, size)
         return self._chunks[size]
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made by the first layer that asks and kept for the others of this pass."""
+        if key not in self._once:
+            self._once[key] = make()
+        return self._once[key]
 
     def table(self, values: Iterable[object]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)

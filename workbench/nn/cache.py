@@ -1,6 +1,8 @@
 """What a sequence leaves behind for its next token, one slot per sequence.
 
-KDA keeps a state of fixed size and the last inputs of its convolutions; MLA keeps one latent row per token.
+KDA keeps a state of fixed size and the last inputs of its convolutions; MLA keeps one latent row per token,
+grouped-query attention the key and value of each token and key-value head held here. A layer with a window keeps all of
+them as well: nothing is overwritten before a sequence ends.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 from workbench.base import RequestError
 from workbench.nn.batch import Segments, TokenBatch
 from workbench.nn.rewind import HeldChunks, HeldRows, settle
-from workbench.spec import KDASpec, MLASpec, ModelSpec
+from workbench.spec import GQASpec, KDASpec, MLASpec, ModelSpec
 
 __all__ = ["Cache", "Page", "StateCache"]
 
@@ -49,14 +51,28 @@ class Cache(Protocol):
         """The first rows of one slot (num_tokens, latent | shared key)."""
         ...
 
+    def append_kv(self, layer_idx: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys (T, G, W) and values (T, G, V) at (slot, position), both (T,)."""
+        ...
+
+    def kv(self, layer_idx: int, slots: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The first keys and values of every slot, (S, num_tokens, G, W) and (..., V); beyond an end, anything."""
+        ...
+
+    def kv_view(self, layer_idx: int, slot: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The first keys and values of one slot, (num_tokens, G, W) and (num_tokens, G, V)."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Copies of what some tokens of a slot left behind: their latent rows, and the recurrent state after the last."""
+    """Copies of what some tokens of a slot left behind: rows per token, and the recurrent state after the last."""
 
     conv: dict[int, Tensor]
     state: dict[int, Tensor]
     latent: dict[int, Tensor]  # layer -> (tokens, latent | shared key)
+    keys: dict[int, Tensor]  # layer -> (tokens, G, W)
+    values: dict[int, Tensor]  # layer -> (tokens, G, V)
 
 
 class StateCache:
@@ -80,11 +96,19 @@ class StateCache:
         self.conv: dict[int, Tensor] = {}  # layer -> (slots, 3 of q k v, C, K-1), inputs before the convolution
         self.state: dict[int, Tensor] = {}  # layer -> (slots, H, Dv, Dk) fp32
         self.latent: dict[int, Tensor] = {}  # layer -> (slots, max_tokens, latent | shared key)
+        self.keys: dict[int, Tensor] = {}  # layer -> (slots, max_tokens, G, W)
+        self.values: dict[int, Tensor] = {}  # layer -> (slots, max_tokens, G, V)
         for layer_idx in layers:
             mixer = spec.layers[layer_idx].mixer
             if isinstance(mixer, MLASpec):
                 shape = (num_slots, max_tokens, mixer.cache_dim)
                 self.latent[layer_idx] = torch.zeros(shape, dtype=dtype, device=device)
+                continue
+            if isinstance(mixer, GQASpec):
+                heads = max(1, mixer.num_kv_heads // tp_size)  # ranks beyond the heads share one with a neighbour
+                for table, width in ((self.keys, mixer.head_dim), (self.values, mixer.v_dim)):
+                    rows = (num_slots, max_tokens, heads, width)
+                    table[layer_idx] = torch.zeros(rows, dtype=dtype, device=device)
                 continue
             assert isinstance(mixer, KDASpec)
             heads, dim = mixer.num_heads // tp_size, mixer.head_dim
@@ -95,11 +119,21 @@ class StateCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for table in (self.conv, self.state, self.latent) for x in table.values())
+        return sum(x.nbytes for table in (*self._states, *self._rows) for x in table.values())
+
+    @property
+    def _states(self) -> tuple[dict[int, Tensor], ...]:
+        """Tables of fixed size per sequence."""
+        return self.conv, self.state
+
+    @property
+    def _rows(self) -> tuple[dict[int, Tensor], ...]:
+        """Tables of one row per token."""
+        return self.latent, self.keys, self.values
 
     def reset(self, slot: int) -> None:
         """Forget what a slot holds, so that nothing of one sequence can reach the next."""
-        for table in (self.conv, self.state, self.latent):
+        for table in (*self._states, *self._rows):
             for values in table.values():
                 values[slot].zero_()
         for held in self._held:
@@ -121,17 +155,16 @@ class StateCache:
 
     def keep(self, slot: int, start: int, stop: int) -> Page:
         """A copy of tokens [start, stop) of a slot that holds `stop` tokens now."""
-        return Page(
-            conv={layer: values[slot].clone() for layer, values in self.conv.items()},
-            state={layer: values[slot].clone() for layer, values in self.state.items()},
-            latent={layer: values[slot, start:stop].clone() for layer, values in self.latent.items()},
-        )
+        fixed = ({layer: values[slot].clone() for layer, values in table.items()} for table in self._states)
+        rows = ({layer: x[slot, start:stop].clone() for layer, x in table.items()} for table in self._rows)
+        return Page(*fixed, *rows)
 
     def restore(self, slot: int, pages: Sequence[Page]) -> None:
         """Let a slot begin with these pages, as if it had read their tokens. The pages stay as they are."""
-        for layer, values in self.latent.items():
-            rows = torch.cat([page.latent[layer] for page in pages])
-            values[slot, : len(rows)].copy_(rows)
+        for name, table in zip(("latent", "keys", "values"), self._rows, strict=True):
+            for layer, values in table.items():
+                rows = torch.cat([getattr(page, name)[layer] for page in pages])
+                values[slot, : len(rows)].copy_(rows)
         for table, kept in ((self.conv, pages[-1].conv), (self.state, pages[-1].state)):
             for layer, values in table.items():
                 values[slot].copy_(kept[layer])
@@ -175,3 +208,14 @@ class StateCache:
 
     def latent_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
         return self.latent[layer_idx][slot, :num_tokens]
+
+    @torch.no_grad()
+    def append_kv(self, layer_idx: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.keys[layer_idx][slots, positions] = keys
+        self.values[layer_idx][slots, positions] = values
+
+    def kv(self, layer_idx: int, slots: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer_idx][slots, :num_tokens], self.values[layer_idx][slots, :num_tokens]
+
+    def kv_view(self, layer_idx: int, slot: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer_idx][slot, :num_tokens], self.values[layer_idx][slot, :num_tokens]

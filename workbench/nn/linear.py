@@ -99,17 +99,31 @@ class MatrixStore(nn.Module):
 
 
 class Linear(MatrixStore):
-    """y = x W^T without bias: (..., in) -> (..., out), in the dtype of `x`."""
+    """y = x W^T + b, the bias only where it is asked for: (..., in) -> (..., out), in the dtype of `x`."""
 
-    def __init__(self, out_dim: int, in_dim: int, *, scheme: Scheme | None = None, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        out_dim: int,
+        in_dim: int,
+        *,
+        scheme: Scheme | None = None,
+        dtype: torch.dtype = torch.float32,
+        has_bias: bool = False,
+    ):
         super().__init__((out_dim, in_dim), scheme=scheme, dtype=dtype)
+        self.bias = nn.Parameter(torch.empty(out_dim, dtype=dtype)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T alone, for a caller that adds the bias after summing over ranks."""
         return linear(x, self.dense(x.dtype))
 
 
 class StackedLinear(MatrixStore):
-    """E matrices of one shape; the caller picks one and multiplies by it."""
+    """E matrices of one shape, and E biases where asked for; the caller picks one and multiplies by it."""
 
     def __init__(
         self,
@@ -119,8 +133,10 @@ class StackedLinear(MatrixStore):
         *,
         scheme: Scheme | None = None,
         dtype: torch.dtype = torch.float32,
+        has_bias: bool = False,
     ):
         super().__init__((num, out_dim, in_dim), scheme=scheme, dtype=dtype)
+        self.bias = nn.Parameter(torch.empty(num, out_dim, dtype=dtype)) if has_bias else None
 
     def matrices(self, dtype: torch.dtype) -> Callable[[int], Tensor]:
         """Matrix by index, dense.

@@ -1,12 +1,14 @@
-"""Multi-head latent attention without positions (NoPE) and with an output gate.
+"""Multi-head latent attention, with or without rotary positions, a query latent and an output gate.
 
 T tokens, H heads held here, R latent width, P width of the key part that all heads share, N key width of one head from
 the latent, V value width.
 
-    q        = W_qb norm(W_qa x)                     (H, N + P)
-    c | s    = W_kva x,  c <- norm(c)                (R | P), all that is cached; s is neither normed nor rotated
+    q        = W_qb norm(W_qa x)  or  W_q x          (H, N + P); with rotary positions its last P columns are turned
+    c | s    = W_kva x,  c <- norm(c)                (R | P), all that is cached; s is not normed, and turned as q is
     k_h, v_h = W_kvb c                               k = [k_h | s]
-    y        = W_o (softmax(q k^T (N + P)^-1/2) v * sigmoid(W_g x))
+    y        = W_o (softmax(q k^T scale) v * sigmoid(W_g x))
+
+`scale` is (N + P)^-1/2, times YaRN's where the family has that; the gate is there where the family has one.
 
 Naive form: expand k and v of every token (prefill). Absorbed form: q_h^T W_k c = (W_k^T q_h)^T c, so all heads attend
 to the cached rows themselves (decode). Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
@@ -25,6 +27,7 @@ from workbench.nn.cache import Cache
 from workbench.nn.linear import Linear
 from workbench.nn.norm import RMSNorm
 from workbench.nn.precision import Precision, as_float
+from workbench.nn.rotary import rotary_table, rotate
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.spec import MLASpec
 
@@ -36,32 +39,45 @@ class MLA(nn.Module):
 
     def __init__(self, spec: MLASpec, dim: int, layer_idx: int, precision: Precision):
         super().__init__()
-        if spec.has_rotary or not spec.has_output_gate:
-            raise UnsupportedModelError("only MLA without rotary positions and with an output gate is computed here")
+        if spec.has_rotary and spec.rope is None:
+            raise UnsupportedModelError("latent attention with rotary positions needs their settings (`rope`)")
         self.spec, self.layer_idx = spec, layer_idx
         scheme, dtype = precision.projection_scheme, precision.dtype
         out_width = spec.num_heads * spec.v_dim
-        self.q_a_proj = Linear(spec.q_rank, dim, scheme=scheme, dtype=dtype)
-        self.q_a_norm = RMSNorm(spec.q_rank, spec.latent_norm_eps, dtype)
-        self.q_b_proj = Linear(spec.num_heads * spec.qk_dim, spec.q_rank, scheme=scheme, dtype=dtype)
+        if spec.q_rank:
+            self.q_a_proj = Linear(spec.q_rank, dim, scheme=scheme, dtype=dtype)
+            self.q_a_norm = RMSNorm(spec.q_rank, spec.latent_norm_eps, dtype)
+            self.q_b_proj = Linear(spec.num_heads * spec.qk_dim, spec.q_rank, scheme=scheme, dtype=dtype)
+        else:
+            self.q_proj = Linear(spec.num_heads * spec.qk_dim, dim, scheme=scheme, dtype=dtype)
         self.kv_a_proj = Linear(spec.cache_dim, dim, scheme=scheme, dtype=dtype)
         self.kv_a_norm = RMSNorm(spec.kv_rank, spec.latent_norm_eps, dtype)
         self.kv_b_proj = Linear(spec.num_heads * (spec.nope_dim + spec.v_dim), spec.kv_rank, dtype=dtype)
-        self.g_proj = Linear(out_width, dim, scheme=scheme, dtype=dtype)
+        self.g_proj = Linear(out_width, dim, scheme=scheme, dtype=dtype) if spec.has_output_gate else None
         self.o_proj = Linear(dim, out_width, scheme=scheme, dtype=dtype)
         self.tp: TensorParallel = LOCAL
 
     def forward(self, x: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
         # Latents are computed whole by every rank; the split region begins where heads do.
-        q_latent = self.q_a_norm(self.q_a_proj(x))
-        q = self.q_b_proj(self.tp.enter(q_latent)).unflatten(-1, (-1, self.spec.qk_dim))
+        q = self._queries(x).unflatten(-1, (-1, self.spec.qk_dim))
         c, shared_key = self.kv_a_proj(x).split([self.spec.kv_rank, self.spec.rope_dim], -1)
+        if (rope := self.spec.rope) is not None and self.spec.has_rotary:
+            table = rotary_table(rope, segments)
+            q_head, q_shared = q.split([self.spec.nope_dim, self.spec.rope_dim], -1)
+            q = torch.cat([q_head, rotate(q_shared, table, is_interleaved=rope.is_interleaved)], -1)
+            shared_key = rotate(shared_key[:, None], table, is_interleaved=rope.is_interleaved)[:, 0]
         latent = self.tp.enter(torch.cat([self.kv_a_norm(c), shared_key], -1))
         if cache is not None:
             cache.append_latent(self.layer_idx, segments.token_slots, segments.positions, latent)
-        gate = torch.sigmoid(self.g_proj(self.tp.enter(x)))
-        attended = self._attend(q, latent, segments, cache)
-        return self.tp.reduce(self.o_proj(attended.flatten(-2) * gate))
+        gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(self.tp.enter(x)))
+        attended = self._attend(q, latent, segments, cache).flatten(-2)
+        return self.tp.reduce(self.o_proj(attended if gate is None else attended * gate))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """(T, D) -> (T, H * (N + P)), before the rotation."""
+        if not self.spec.q_rank:
+            return self.q_proj(self.tp.enter(x))
+        return self.q_b_proj(self.tp.enter(self.q_a_norm(self.q_a_proj(x))))
 
     def _attend(self, q: Tensor, latent: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
         """(T, H, N + P), (T, R + P) -> (T, H, V), each sequence for itself."""
@@ -98,7 +114,7 @@ def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec) -> T
     if num_new < num_all:  # token i of the new ones stands at num_all - num_new + i
         mask = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device).tril(num_all - num_new)
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
-    attended = attention(q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.qk_dim**-0.5)
+    attended = attention(q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.softmax_scale)
     return attended[0].transpose(0, 1)[..., : spec.v_dim]
 
 
@@ -112,7 +128,7 @@ def whole_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, segm
     total = values.new_zeros(()).expand(values.shape)
     for group in segments.padded():
         own_q, own_k, own_v = (group.table(x).transpose(1, 2) for x in (q, keys, values))  # (S', H, L, width)
-        attended = attention(own_q, own_k, own_v, is_causal=True, scale=spec.qk_dim**-0.5)
+        attended = attention(own_q, own_k, own_v, is_causal=True, scale=spec.softmax_scale)
         total = total + group.rows(attended.transpose(1, 2))
     return total[..., : spec.v_dim]
 
@@ -141,7 +157,7 @@ def absorbed_attention(q: Tensor, latent: Tensor, lengths: Tensor, kv_b: Tensor,
     q_latent = torch.cat([torch.einsum("shn,hnr->shr", q_head, w_key), q_shared], -1)
     is_beyond = torch.arange(latent.shape[1], device=q.device) >= lengths[:, None]  # (S, L)
     latent = latent.masked_fill(is_beyond[..., None], 0)  # a weight of 0 would not stop a NaN
-    scores = (q_latent @ latent.mT) * spec.qk_dim**-0.5
+    scores = (q_latent @ latent.mT) * spec.softmax_scale
     weights = torch.softmax(as_float(scores).masked_fill(is_beyond[:, None], -torch.inf), -1).to(q.dtype)
     mixed = weights @ latent[..., : spec.kv_rank]
     return torch.einsum("shr,hvr->shv", mixed, w_value)

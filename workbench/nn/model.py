@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.base import RequestError, UnsupportedModelError
+from workbench.nn.arithmetic import linear
 from workbench.nn.batch import Segments, TokenBatch
 from workbench.nn.cache import Cache
 from workbench.nn.ffn import GatedFFN
+from workbench.nn.gqa import GQA
 from workbench.nn.kda import KDA
 from workbench.nn.linear import Linear, MatrixStore
 from workbench.nn.mla import MLA
@@ -23,9 +25,9 @@ from workbench.nn.projector import Projector
 from workbench.nn.residual import ResidualMix, ResidualStream
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.nn.vision import Grid, VisionTower
-from workbench.spec import DenseFFNSpec, KDASpec, MLASpec, ModelSpec, require_runnable
+from workbench.spec import DenseFFNSpec, GQASpec, KDASpec, MLASpec, ModelSpec, require_runnable
 
-__all__ = ["DecoderLayer", "Embedding", "Head", "Model"]
+__all__ = ["DecoderLayer", "Embedding", "Head", "Model", "TiedHead"]
 
 
 class Embedding(nn.Module):
@@ -58,6 +60,21 @@ class Head(Linear):
         return self.tp.gather(super().forward(self.tp.enter(x)), -1)
 
 
+class TiedHead(nn.Module):
+    """Logits from the embedding's own matrix, which stays a parameter of the embedding and has one name.
+
+    For the stage that has both ends; a last stage without the embedding holds the matrix as an ordinary `Head`.
+    """
+
+    def __init__(self, embed: Embedding):
+        super().__init__()
+        self.tied = (embed,)  # in a tuple, so that the module is not registered twice
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tp.gather(linear(self.tp.enter(x), self.tied[0].weight.to(x.dtype)), -1)
+
+
 class DecoderLayer(nn.Module):
     """A mixer and a feed-forward block, each reading its own mix of the residual stream."""
 
@@ -69,9 +86,11 @@ class DecoderLayer(nn.Module):
         self.ffn_norm = RMSNorm(dim, spec.norm_eps, dtype)
         self.mixer_res = ResidualMix(dim, residual.norm_eps, dtype) if residual else None
         self.ffn_res = ResidualMix(dim, residual.norm_eps, dtype) if residual else None
-        self.mixer: KDA | MLA
+        self.mixer: KDA | MLA | GQA
         if isinstance(layer.mixer, KDASpec):
             self.mixer = KDA(layer.mixer, dim, layer_idx, precision)
+        elif isinstance(layer.mixer, GQASpec):
+            self.mixer = GQA(layer.mixer, dim, layer_idx, precision)
         else:
             assert isinstance(layer.mixer, MLASpec)
             self.mixer = MLA(layer.mixer, dim, layer_idx, precision)
@@ -123,7 +142,10 @@ class Model(nn.Module):
         self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, i, self.precision) for i in self.layer_range})
         self.final_res = ResidualMix(dim, residual.norm_eps, self.dtype) if has_head and residual else None
         self.final_norm = RMSNorm(dim, spec.norm_eps, self.dtype) if has_head else None
-        self.head = Head(spec.vocab_size, dim, self.dtype) if has_head else None
+        self.head: Head | TiedHead | None = None
+        if has_head:
+            is_tied_here = spec.is_tied and self.embed is not None
+            self.head = TiedHead(self.embed) if is_tied_here else Head(spec.vocab_size, dim, self.dtype)  # type: ignore[arg-type]
         self.vision = VisionTower(spec.vision, self.dtype) if has_vision and spec.vision else None
         self.projector = Projector(spec.projector, self.dtype) if has_vision and spec.projector else None
         if self.precision.map is not None:

@@ -1,18 +1,18 @@
-"""Latent mixture of experts: a sigmoid router on the full width, experts at their own narrower width.
+"""Mixture of experts: a router on the full width, experts at that width or at a narrower one of their own.
 
-T tokens, D model width, L latent width, F inner width of an expert, E experts, K experts per token.
+T tokens, D model width, L width of the experts' inputs and outputs (a latent width, or D), F inner width of an expert,
+E experts, K experts per token.
 Source: Kimi K3 report, arXiv 2607.24653; latent experts, arXiv 2601.18089.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from workbench.base import LoadError
 from workbench.nn.activation import gated_activation
 from workbench.nn.arithmetic import linear
 from workbench.nn.ffn import GatedFFN
@@ -20,53 +20,31 @@ from workbench.nn.gather import RowMap
 from workbench.nn.linear import Linear, StackedLinear
 from workbench.nn.norm import RMSNorm
 from workbench.nn.precision import Precision, as_float
+from workbench.nn.router import Router
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.spec import MoESpec
 
-__all__ = ["ExpertDispatch", "Experts", "LocalDispatch", "MoE", "Router"]
+__all__ = ["ExpertDispatch", "ExpertWeights", "Experts", "LocalDispatch", "MoE", "Router"]
 
-
-class Router(nn.Module):
-    """Chooses K experts by sigmoid score plus correction bias, and weighs them by the score alone; all in float32."""
-
-    def __init__(self, spec: MoESpec, dim: int, dtype: torch.dtype):
-        super().__init__()
-        self.spec = spec
-        self.weight = nn.Parameter(torch.empty(spec.num_experts, dim, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(spec.num_experts, dtype=torch.float32), requires_grad=False)
-
-    def scores(self, x: Tensor) -> Tensor:
-        """(T, D) -> (T, E) float32, without the bias."""
-        return torch.sigmoid(F.linear(as_float(x), as_float(self.weight)))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, D) -> expert ids (T, K) int64 ascending, and their weights (T, K) float32."""
-        if self.bias.dtype is not torch.float32:  # biases of about 7 lie closer together than bf16 can tell apart
-            raise LoadError(
-                "the router's correction bias was cast and now chooses other experts",
-                found=self.bias.dtype,
-                expected=torch.float32,
-                next_step="Convert weights one by one, never the whole model",
-            )
-        scores = self.scores(x)
-        ids = torch.topk(scores + self.bias, self.spec.top_k, dim=-1).indices.sort(-1).values
-        weights = scores.gather(-1, ids)
-        if self.spec.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return ids, weights * self.spec.routed_scale
+# w1, w2, w3 of one expert and their biases
+ExpertWeights = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Experts(nn.Module):
-    """The routed experts held here, stacked. w1 gate and w3 up (E, F, L), w2 down (E, L, F)."""
+    """The routed experts held here, stacked. w1 gate and w3 up (E, F, L), w2 down (E, L, F), each with a bias or not.
+
+    `adds_down_bias`: whether this rank is the one, of those that share an expert's width, that adds the bias of w2.
+    """
 
     def __init__(self, spec: MoESpec, precision: Precision):
         super().__init__()
         scheme, dtype = precision.expert_scheme, precision.dtype
         num, up, down = spec.num_experts, (spec.width, spec.latent_dim), (spec.latent_dim, spec.width)
         self.activation = spec.activation
-        self.w1 = StackedLinear(num, *up, scheme=scheme, dtype=dtype)
-        self.w2 = StackedLinear(num, *down, scheme=scheme, dtype=dtype)
-        self.w3 = StackedLinear(num, *up, scheme=scheme, dtype=dtype)
+        self.adds_down_bias = True
+        self.w1 = StackedLinear(num, *up, scheme=scheme, dtype=dtype, has_bias=spec.has_expert_bias)
+        self.w2 = StackedLinear(num, *down, scheme=scheme, dtype=dtype, has_bias=spec.has_expert_bias)
+        self.w3 = StackedLinear(num, *up, scheme=scheme, dtype=dtype, has_bias=spec.has_expert_bias)
 
     @property
     def num_local(self) -> int:
@@ -87,16 +65,36 @@ class Experts(nn.Module):
 
     def each(self, grouped: Tensor, counts: list[int]) -> list[Tensor]:
         """Every expert on its own rows, one after another: (sum of counts, L) -> results of those that have any."""
-        w1, w2, w3 = (store.matrices(grouped.dtype) for store in (self.w1, self.w2, self.w3))
+        weights_of = self.weights_of(grouped.dtype)
         return [
-            self.one(own, w1(expert), w2(expert), w3(expert))
-            for expert, own in enumerate(grouped.split(counts))
-            if counts[expert]
+            self.one(own, *weights_of(expert)) for expert, own in enumerate(grouped.split(counts)) if counts[expert]
         ]
 
-    def one(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    def weights_of(self, dtype: torch.dtype) -> Callable[[int], ExpertWeights]:
+        """By expert: w1, w2, w3, dense in `dtype`, and their biases or None."""
+        stores = (self.w1, self.w2, self.w3)
+        w1, w2, w3 = (store.matrices(dtype) for store in stores)
+        b1, b2, b3 = (None if store.bias is None else store.bias.to(dtype) for store in stores)
+        own_b2 = b2 if self.adds_down_bias else None
+
+        def pick(expert: int) -> ExpertWeights:
+            c1, c2, c3 = (None if b is None else b[expert] for b in (b1, own_b2, b3))
+            return w1(expert), w2(expert), w3(expert), c1, c2, c3
+
+        return pick
+
+    def one(
+        self,
+        x: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        b1: Tensor | None = None,
+        b2: Tensor | None = None,
+        b3: Tensor | None = None,
+    ) -> Tensor:
         """One expert on its tokens: (n, L) -> (n, L)."""
-        return linear(gated_activation(self.activation, linear(x, w1), linear(x, w3)), w2)
+        return linear(gated_activation(self.activation, linear(x, w1, b1), linear(x, w3, b3)), w2, b2)
 
 
 def group_by_expert(slots: Tensor, num_local: int) -> tuple[Tensor, list[int]]:
@@ -126,23 +124,29 @@ class MoE(nn.Module):
     """latent_out(norm(sum of weighted experts)) + shared experts: (T, D) -> (T, D).
 
     The norm needs the complete sum of experts, so `dispatch` ends with a reduction of its own; what follows the norm is
-    split by columns and joins the shared experts' reduction.
+    split by columns and joins the shared experts' reduction. Without a latent width the sum of experts is the result,
+    and without shared experts nothing joins it.
     """
 
     def __init__(self, spec: MoESpec, dim: int, precision: Precision):
         super().__init__()
         dtype = precision.dtype
         self.router = Router(spec, dim, dtype)
-        self.latent_in = Linear(spec.latent_dim, dim, dtype=dtype)
+        self.latent_in = Linear(spec.latent_dim, dim, dtype=dtype) if spec.has_latent else None
         self.experts = Experts(spec, precision)
         self.latent_norm = RMSNorm(spec.latent_dim, spec.norm_eps, dtype) if spec.has_latent_norm else nn.Identity()
-        self.latent_out = Linear(dim, spec.latent_dim, dtype=dtype)
-        self.shared = GatedFFN(dim, spec.shared_width, spec.activation, precision, is_partial=True)
+        self.latent_out = Linear(dim, spec.latent_dim, dtype=dtype) if spec.has_latent else None
+        self.shared: GatedFFN | None = None
+        if spec.shared_width:
+            self.shared = GatedFFN(dim, spec.shared_width, spec.activation, precision, is_partial=True)
         self.dispatch: ExpertDispatch = LocalDispatch()
         self.tp: TensorParallel = LOCAL
 
     def forward(self, x: Tensor) -> Tensor:
         expert_ids, weights = self.router(x)
-        combined = self.dispatch(self.latent_in(x), expert_ids, weights, self.experts).to(x.dtype)
-        routed = self.latent_out(self.tp.split(self.latent_norm(combined), -1))
-        return self.tp.reduce(routed + self.shared(x))
+        latent = x if self.latent_in is None else self.latent_in(x)
+        combined = self.latent_norm(self.dispatch(latent, expert_ids, weights, self.experts).to(x.dtype))
+        if self.latent_out is None:
+            return combined if self.shared is None else combined + self.tp.reduce(self.shared(x))
+        routed = self.latent_out(self.tp.split(combined, -1))
+        return self.tp.reduce(routed if self.shared is None else routed + self.shared(x))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from workbench.nn.precision import as_float
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 
-__all__ = ["GatedRMSNorm", "RMSNorm", "normalise"]
+__all__ = ["AcrossHeadsRMSNorm", "GatedRMSNorm", "HeadRMSNorm", "RMSNorm", "normalise"]
 
 
 def normalise(x: Tensor, eps: float) -> Tensor:
@@ -62,3 +62,40 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """(T, H, D), (T, H, D) -> (T, H, D)."""
         return (self.tp.enter(self.weight) * normalise(x, self.eps) * torch.sigmoid(as_float(gate))).to(gate.dtype)
+
+
+class HeadRMSNorm(RMSNorm):
+    """`RMSNorm` of each head for itself, (T, H, W) -> (T, H, W), by one weight that all heads share.
+
+    Under tensor parallelism its gradient is the sum over the ranks' heads.
+    """
+
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype = torch.float32):
+        super().__init__(dim, eps, dtype)
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tp.enter(self.weight) * normalise(x, self.eps).to(x.dtype)
+
+
+class AcrossHeadsRMSNorm(nn.Module):
+    """One norm over all heads of all tensor-parallel ranks together: (T, H, W) -> (T, H, W), weight (H * W,).
+
+    The mean of squares is summed over the ranks. Heads that several ranks share count as often on each of them, so the
+    mean over what all ranks hold is that over the distinct heads.
+    """
+
+    def __init__(self, num_heads: int, dim: int, eps: float, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(num_heads * dim, dtype=dtype))
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = as_float(x).flatten(-2)
+        if self.tp.size == 1:
+            normed = normalise(wide, self.eps)
+        else:
+            total = self.tp.enter(self.tp.reduce(wide.square().sum(-1, keepdim=True)))
+            normed = wide * torch.rsqrt(total / (wide.shape[-1] * self.tp.size) + self.eps)
+        return (self.weight * normed.to(x.dtype)).view(x.shape)

@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from workbench.nn.gqa import GQA
 from workbench.nn.kda import KDA
 from workbench.nn.linear import MatrixStore
 from workbench.nn.mla import MLA
-from workbench.nn.model import DecoderLayer, Embedding, Head, Model
+from workbench.nn.model import DecoderLayer, Embedding, Head, Model, TiedHead
 from workbench.nn.moe import Experts, MoE, Router
-from workbench.nn.norm import GatedRMSNorm, RMSNorm
+from workbench.nn.norm import AcrossHeadsRMSNorm, GatedRMSNorm, HeadRMSNorm, RMSNorm
 from workbench.nn.projector import Projector
 from workbench.nn.residual import ResidualMix
 from workbench.nn.short_conv import ShortConv
@@ -31,16 +32,25 @@ __all__ = ["instrument"]
 AREAS: dict[type[nn.Module], str] = {
     KDA: "linear_attention",
     MLA: "attention",
+    GQA: "attention",
     Router: "routing",
     Experts: "experts",
     RMSNorm: "norm",
     GatedRMSNorm: "norm",
+    HeadRMSNorm: "norm",
+    AcrossHeadsRMSNorm: "norm",
     ResidualMix: "norm",
     ShortConv: "conv",
     VisionTower: "vision",
     Projector: "vision",
 }
-LABELS: dict[type[nn.Module], str] = {Embedding: "embed", Head: "head", VisionTower: "vision", Projector: "vision"}
+LABELS: dict[type[nn.Module], str] = {
+    Embedding: "embed",
+    Head: "head",
+    TiedHead: "head",
+    VisionTower: "vision",
+    Projector: "vision",
+}
 # Parts that repeat beside the mixers: equal shapes of parameters and arguments make equal operators.
 REPEATED = (MoE, RMSNorm, ResidualMix, VisionBlock)
 
@@ -148,11 +158,11 @@ def _arrived(traffic: ExpertTraffic, layer_idx: int, inner: Any, x: Tensor, slot
 
 def _each(recorder: Recorder, experts: Experts, _inner: Any, grouped: Tensor, counts: list[int]) -> list[Tensor]:
     """`Experts.each`, running one expert for every number of rows: experts differ in nothing else."""
-    w1, w2, w3 = (store.matrices(grouped.dtype) for store in (experts.w1, experts.w2, experts.w3))
+    weights_of = experts.weights_of(grouped.dtype)
     shapes = _parameters(experts), grouped.dtype, grouped.shape[1]
 
     def one(expert: int, own: Tensor) -> Tensor:
-        return experts.one(own, w1(expert), w2(expert), w3(expert))
+        return experts.one(own, *weights_of(expert))
 
     return [
         recorder.once((Experts, shapes, counts[expert]), partial(one, expert, own))

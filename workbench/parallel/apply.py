@@ -63,8 +63,9 @@ def narrow(model: nn.Module, spec: ModelSpec, layout: Layout) -> None:
                 )
             if shape != module.logical_shape:
                 module.narrow_(shape)
-            continue
         for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if leaf == "weight" and isinstance(module, MatrixStore):
+                continue
             shape = _local(spec, layout, f"{prefix}.{leaf}" if prefix else leaf, tuple(parameter.shape))
             if shape != tuple(parameter.shape):
                 empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
@@ -82,6 +83,7 @@ def attach(model: Model, ctx: RankContext) -> None:
             module.tp = tensor_parallel
         if isinstance(module, MoE):
             module.dispatch = dispatch_type(ctx, module.experts.num_local)
+            module.experts.adds_down_bias = ctx.coords.expert_tp == 0
     if ctx.expert_gather.size > 1 and ctx.layout.dispatch == "replicated":
         _share_token_counts(model, ctx)
 

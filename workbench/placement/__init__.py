@@ -13,7 +13,7 @@ from workbench.placement.table import (
     rule_for,
     vision_is_sharded,
 )
-from workbench.placement.tiles import TileFit, tile_fit, tile_table
+from workbench.placement.tiles import TileFit, tile_fit, tile_table, tile_unit
 
 __all__ = [
     "REPLICATED",
@@ -31,5 +31,6 @@ __all__ = [
     "rule_for",
     "tile_fit",
     "tile_table",
+    "tile_unit",
     "vision_is_sharded",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from workbench.base import LayoutError, num_bytes
@@ -304,9 +304,14 @@ def _divides(axis: str, degree: int, what: str, size: int) -> None:
 
 
 def place(spec: ModelSpec, layout: Layout, coords: RankCoords, tensor: TensorSpec) -> Shard | None:
-    """The piece of `tensor` that the rank at `coords` holds, or None where it belongs to other ranks."""
+    """The piece of `tensor` that the rank at `coords` holds, or None where it belongs to other ranks.
+
+    The embedding of a model with a tied head belongs to both ends of a pipeline: on the last stage it is "head.weight".
+    """
     if not _on_stage(spec, layout, coords, tensor):
         return None
+    if spec.is_tied and tensor.param == "embed.weight" and coords.pp > 0:
+        tensor = replace(tensor, param="head.weight")  # the last stage keeps a copy of the matrix, as its head
     slot = None
     if tensor.expert is not None:
         assert tensor.layer is not None
@@ -381,6 +386,8 @@ def local_shape(
 def _on_stage(spec: ModelSpec, layout: Layout, coords: RankCoords, tensor: TensorSpec) -> bool:
     if tensor.layer is not None:
         return tensor.layer in layout.stage_layers(spec.num_layers)[coords.pp]
+    if spec.is_tied and tensor.param == "embed.weight":
+        return coords.pp in (0, layout.pp - 1)
     if tensor.param.startswith(_FIRST_STAGE):
         return coords.pp == 0
     assert tensor.param.startswith(_LAST_STAGE), tensor.param

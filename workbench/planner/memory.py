@@ -206,8 +206,8 @@ def cache_need(spec: ModelSpec, layout: Layout, layers: range, need: CacheNeed, 
         if isinstance(mixer, GQASpec):
             # Fewer key-value heads than ranks: each rank keeps the one that its query heads share.
             heads = max(1, mixer.num_kv_heads // layout.tp)
-            tokens = min(need.padded_tokens, mixer.span or need.padded_tokens)
-            sizes["keys and values"] += need.slots * tokens * heads * (mixer.head_dim + mixer.v_dim) * kv
+            # A layer with a window keeps every token as well.
+            sizes["keys and values"] += need.slots * need.padded_tokens * heads * (mixer.head_dim + mixer.v_dim) * kv
             continue
         if not isinstance(mixer, KDASpec):
             raise UnsupportedModelError(f"the cache of {type(mixer).__name__} is not known here")

@@ -91,6 +91,8 @@ class WeightTable:
             total.update(self.edge("first", layout))
         if stage == layout.pp - 1:
             total.update(self.edge("last", layout))
+            if self.spec.is_tied and stage > 0:  # a copy of the embedding, as the head
+                total["embedding"] += self.edge("first", layout)["embedding"]
         return total
 
     def total(self) -> int:
@@ -133,7 +135,7 @@ def read_weight_table(spec: ModelSpec, precision: str, *, engine: Engine = WORKB
 
     kinds = list(dict.fromkeys(_kind(layer) for layer in spec.layers))
     sample = replace(spec, layers=tuple(replace(kind, layer_idx=i) for i, kind in enumerate(kinds)))
-    roles = {tensor.param: tensor.role for tensor in published_tensors(sample)}
+    roles = {param: t.role for t in published_tensors(sample) for param in (t.param, *t.also_fills)}
     with torch.device("meta"):
         model = Model(sample, precision=precision)
     params: list[StoredParam] = []
@@ -147,11 +149,12 @@ def read_weight_table(spec: ModelSpec, precision: str, *, engine: Engine = WORKB
             unit = scheme.column_unit if scheme is not None else 1
             is_expert = ".experts." in name
             params.append(StoredParam(name, tuple(module.logical_shape), roles[name], is_expert, unit, size))
-            continue
         for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf == "weight" and isinstance(module, MatrixStore):
+                continue
             name = f"{prefix}.{leaf}" if prefix else leaf
-            own = tuple(parameter.shape)
-            params.append(StoredParam(name, own, roles[name], False, 1, _plain(parameter.dtype.itemsize)))
+            own, is_expert = tuple(parameter.shape), ".experts." in name
+            params.append(StoredParam(name, own, roles[name], is_expert, 1, _plain(parameter.dtype.itemsize)))
     layers = {
         kind: tuple(param for param in params if param.name.startswith(f"layers.{i}.")) for i, kind in enumerate(kinds)
     }

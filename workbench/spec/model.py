@@ -238,6 +238,7 @@ class ModelSpec:
     norm_offset: float = 0.0  # added to every norm weight: 1 where the files hold the difference from one
     streams: HyperConnectionSpec | None = None
     draft: DraftSpec | None = None
+    has_transposed_experts: bool = False  # plain fused experts are stored (experts, inputs, outputs)
     unread_parts: tuple[str, ...] = ()  # whole parts of the model that are not described here, e.g. a vision tower
 
     @property

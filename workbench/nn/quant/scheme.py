@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Buffers", "Scheme", "scale_groups"]
+__all__ = ["Buffers", "Decoder", "Scheme", "scale_groups"]
 
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]  # buffer name -> shape, dtype
 
@@ -34,6 +34,17 @@ class Scheme(Protocol):
 
     def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The matrix (..., out, in) that the parts stand for, in `dtype`."""
+        ...
+
+
+class Decoder(Protocol):
+    """A stored form that is only read: expanded, or expanded and encoded in a scheme."""
+
+    @property
+    def name(self) -> str: ...
+
+    def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Rows (n, in) that the stored parts stand for, in `dtype`."""
         ...
 
 

@@ -76,6 +76,7 @@ def parse(config: Mapping[str, object], image_config: Mapping[str, object] | Non
         text,
         family=FAMILY,
         architecture=ARCHITECTURES[0],
+        has_transposed_experts=True,
         layers=[LayerSpec(layer_idx=i, mixer=mixers[kind], ffn=moe) for i, kind in enumerate(kinds)],
         norm_eps=text.number("rms_norm_eps"),
     )

@@ -1,0 +1,93 @@
+"""Writes docs/families.md: what runs of each family, from the goldens here, and what keeps the others from running.
+
+    PYTHONPATH=. python tests/golden/families_table.py
+
+A cell says "yes" where a test of `test_families_golden.py` holds that model against transformers in that way; the test
+that compares this table with the page is in the same file, so a row cannot outlive its golden.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+from family_configs import CONFIGS  # noqa: E402
+
+from workbench.spec import ModelSpec, count_model, missing_blocks, parse_config, read_spec  # noqa: E402
+
+PAGE = HERE.parents[1] / "docs" / "families.md"
+GOLDENS = HERE / "families"
+WAYS = ("load", "prefill", "decode", "batch")
+LAYOUTS = ("tp2", "pp2", "tp2xep2")
+HEAD = """# Families
+
+Which model families are read, and which run. Made by `PYTHONPATH=. python tests/golden/families_table.py`; everything
+here ran on CPUs, in float32, with gloo between ranks.
+
+A row of the first table is a tiny checkpoint under `tests/golden/families`, with random weights under the family's
+published names, unequal sizes and peaked logits. `tests/golden/test_families_golden.py` loads it with the sharded
+loader and holds the output of every layer, the chosen experts, the logits and the greedy tokens against what
+`transformers` 5.24 computes from the same files: whole prompts, chunks, token by token, and four prompts of unequal
+length at once. Sharded, the same on real processes. Kimi K3, with its tower, has goldens of its own
+(`tests/golden/k3-tiny-a`).
+
+"""
+BETWEEN = """
+Families that are read, counted, audited and planned, and are refused for running with this list:
+
+"""
+TAIL = """
+Vision towers other than K3's do not run, nor do multi-token-prediction layers: a checkpoint may hold them, and they are
+counted apart and not read. FP8 tiles are expanded to the activation dtype, or encoded anew row by row
+(`--precision fp8`), never kept as tiles. A layer with a window keeps the keys and values of every token. Training, the
+step-by-step reference (`workbench align`) and the parity gates of `day0` are K3's alone.
+"""
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+def page() -> str:
+    return HEAD + _table(_running()) + BETWEEN + _table(_refused()) + TAIL
+
+
+def models() -> list[str]:
+    return sorted(path.parents[1].name for path in GOLDENS.glob("*/golden/expected.safetensors"))
+
+
+def _running() -> list[tuple[str, ...]]:
+    rows = [("model", "architecture", "layers", "parse", "count", *WAYS, "image", *LAYOUTS, "stored as")]
+    for name in models():
+        spec = read_spec(GOLDENS / name)
+        assert missing_blocks(spec) == ()
+        assert count_model(spec).num_params > 0
+        has_experts = any(layer.is_moe for layer in spec.layers)
+        sharded = ["yes" if "ep" not in layout or has_experts else "-" for layout in LAYOUTS]
+        kinds = ", ".join(dict.fromkeys(layer.kind for layer in spec.layers))
+        rows.append((name, spec.architecture, kinds, "yes", "yes", *["yes"] * len(WAYS), "-", *sharded, _format(spec)))
+    return rows
+
+
+def _refused() -> list[tuple[str, ...]]:
+    rows = [("model", "architecture", "missing")]
+    for name in sorted(CONFIGS):
+        spec = parse_config(CONFIGS[name])
+        if missing := missing_blocks(spec):
+            rows.append((name, spec.architecture, "; ".join(missing)))
+    return rows
+
+
+def _format(spec: ModelSpec) -> str:
+    return "bf16" if spec.quant is None else f"{', '.join(spec.quant.schemes)}, bf16"
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    head, *body = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *body)) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""One tiny model of a family under a layout: loaded by the loader, run on the prompts it was recorded for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from workbench.loading import load_sharded_weights
+from workbench.loading.load import LoadedModel
+from workbench.nn import StateCache, TokenBatch
+from workbench.nn.model import DecoderLayer
+from workbench.nn.router import Router
+from workbench.parallel import Pipeline
+from workbench.placement import Layout
+
+__all__ = ["FAMILIES", "expected_of", "load", "results_of", "run_all"]
+
+FAMILIES = Path(__file__).parent / "families"
+CHUNK = 4  # of a prefill in pieces
+Result = dict[str, Tensor]
+
+
+def expected_of(name: str) -> Result:
+    return load_file(FAMILIES / name / "golden" / "expected.safetensors")
+
+
+def prompts_of(expected: Result) -> list[list[int]]:
+    return [part.tolist() for part in expected["prompts"].split(expected["lengths"].tolist())]
+
+
+def load(name: str, layout: Layout | None = None, precision: str = "fp32") -> LoadedModel:
+    return load_sharded_weights(FAMILIES / name, layout=layout or Layout(), precision=precision, device="cpu")
+
+
+class _Run:
+    """Forward passes of one rank's stage, with what its layers and routers gave."""
+
+    def __init__(self, loaded: LoadedModel):
+        self.loaded, self.model = loaded, loaded.model
+        self.pipeline = Pipeline(loaded.spec, loaded.ctx, self.model.dtype)
+        self.seen: dict[str, Tensor] = {}
+        for name, module in self.model.named_modules():
+            if isinstance(module, DecoderLayer):
+                module.register_forward_hook(self._keep(f"hidden.{name.split('.')[1]}", lambda out: out.running))
+            elif isinstance(module, Router):
+                module.register_forward_hook(self._keep(f"choice.{name.split('.')[1]}", lambda out: out[0]))
+
+    def _keep(self, key, pick):  # type: ignore[no-untyped-def]
+        return lambda _module, _args, out: self.seen.update({key: pick(out)})
+
+    def cache(self, num_slots: int) -> StateCache:
+        layers, tp = self.model.layer_range, self.loaded.layout.tp
+        cache = StateCache(
+            self.loaded.spec, layers, num_slots=num_slots, max_tokens=40, dtype=self.model.dtype, tp_size=tp
+        )
+        for table in (cache.conv, cache.state, cache.latent, cache.keys, cache.values):
+            for values in table.values():
+                values.fill_(float("nan"))  # whatever is read before it was written shows
+        return cache
+
+    def __call__(self, batch: TokenBatch, cache: StateCache | None = None) -> Tensor | None:
+        """Logits on the last stage, None on the others."""
+        payload = self.pipeline.receive(batch.num_tokens)
+        with torch.no_grad():
+            out = self.model(batch, payload, cache)
+        if self.loaded.ctx.is_last_stage:
+            return out
+        self.pipeline.send(out)
+        return None
+
+
+def batch_of(pieces: Sequence[tuple[int, int, Sequence[int]]], *, rows: Sequence[int] | None = None) -> TokenBatch:
+    """Pieces of sequences as (slot, start, tokens); logits of every row unless told."""
+    ids = [token for _, _, tokens in pieces for token in tokens]
+    return TokenBatch(
+        token_ids=torch.tensor(ids, dtype=torch.int64),
+        lengths=tuple(len(tokens) for _, _, tokens in pieces),
+        starts=tuple(start for _, start, _ in pieces),
+        slots=tuple(slot for slot, _, _ in pieces),
+        logit_rows=torch.tensor(range(len(ids)) if rows is None else rows, dtype=torch.int64),
+    )
+
+
+def results_of(loaded: LoadedModel, expected: Result) -> Result:
+    """Prefill of the longest prompt, a ragged batch without and with a cache, chunked prefill, decode, greedy tokens.
+
+    Logits and choices appear on the ranks that have them. Keys: "batch.logits", "batch.choice.1", "cached.logits",
+    "chunked.logits", "decoded.logits", "hidden.0", "greedy".
+    """
+    run, prompts, out = _Run(loaded), prompts_of(expected), {}
+    longest = max(prompts, key=len)
+
+    def keep(key: str, value: Tensor | None) -> None:
+        if value is not None:
+            out[key] = value
+
+    batch = TokenBatch.whole(prompts, all_logits=True)
+    keep("batch.logits", run(batch))
+    out |= {f"batch.{key}": value for key, value in run.seen.items() if key.startswith("choice")}
+    run(TokenBatch.whole([longest], all_logits=True))
+    out |= {key: value for key, value in run.seen.items() if key.startswith("hidden")}
+
+    cache = run.cache(len(prompts) + 1)
+    keep("cached.logits", run(batch, cache))
+    # The longest again, in chunks and a slot of its own.
+    parts = [run(batch_of([(4, i, longest[i : i + CHUNK])]), cache) for i in range(0, len(longest), CHUNK)]
+    if parts[0] is not None:
+        out["chunked.logits"] = torch.cat([part for part in parts if part is not None])
+    cache = run.cache(len(prompts))
+    steps: list[Tensor] = []
+    for i in range(max(len(ids) for ids in prompts)):  # all prompts side by side, one token each
+        logits = run(batch_of([(s, i, ids[i : i + 1]) for s, ids in enumerate(prompts) if i < len(ids)]), cache)
+        if logits is not None:
+            steps.append(logits)
+    if steps:
+        by_prompt: list[list[Tensor]] = [[] for _ in prompts]
+        for i, logits in enumerate(steps):
+            for row, s in zip(logits, [s for s, ids in enumerate(prompts) if i < len(ids)], strict=True):
+                by_prompt[s].append(row)
+        out["decoded.logits"] = torch.stack([row for rows in by_prompt for row in rows])
+    # Greedy from the recorded tokens, so that every stage knows the next one: each must be the most likely.
+    greedy, slot = expected["greedy"].tolist(), prompts.index(longest)
+    found: list[int] = []
+    logits = run(batch_of([(slot, 0, longest)], rows=[len(longest) - 1]), cache)
+    for i, token in enumerate(greedy):
+        if logits is not None:
+            found.append(int(logits[0].argmax()))
+        logits = run(batch_of([(slot, len(longest) + i, [token])]), cache)
+    if found:
+        out["greedy"] = torch.tensor(found)
+    return out
+
+
+def run_all(names: Sequence[str], layout: Layout) -> dict[str, Result]:
+    """Results of every model on this rank, and what its ledger says, one process for all of them."""
+    results = {}
+    for name in names:
+        loaded = load(name, layout)
+        results[name] = results_of(loaded, expected_of(name))
+        results[name]["bytes_read"] = torch.tensor(loaded.stats.bytes_read)
+        results[name]["bytes_assigned"] = torch.tensor(loaded.stats.bytes_assigned)
+        loaded.ctx.close()
+    return results

@@ -1,0 +1,165 @@
+"""Grouped-query attention: H query heads share G key-value heads, with the options that families differ in.
+
+T tokens, H query and G key-value heads held here, W width of a query or key, V width of a value.
+
+    q, k, v = W_q x + b_q, W_k x + b_k, W_v x + b_v
+    q, k    = norm(q), norm(k)                            per head, or across all heads of all ranks
+    q, k    = rotate(q), rotate(k)                        where a family clips q, k and v, it does so before this
+    y       = W_o softmax(q k^T W^-1/2, sink) v + b_o     a sink takes its share of the softmax and adds nothing
+
+Query head h reads key-value head h // (H / G). Where a tensor-parallel group has more ranks than there are key-value
+heads, neighbours hold the same one. Source: arXiv 2305.13245; sinks, arXiv 2309.17453 and the gpt-oss code.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workbench.nn.arithmetic import attention
+from workbench.nn.batch import Segments
+from workbench.nn.cache import Cache
+from workbench.nn.linear import Linear
+from workbench.nn.norm import AcrossHeadsRMSNorm, HeadRMSNorm
+from workbench.nn.precision import Precision, as_float
+from workbench.nn.rotary import rotary_table, rotate
+from workbench.nn.tensor_parallel import LOCAL, TensorParallel
+from workbench.spec import GQASpec
+
+__all__ = ["GQA", "attention_reference", "attend"]
+
+
+class GQA(nn.Module):
+    """(T, D_model) -> (T, D_model). Head counts follow from the weights held here."""
+
+    def __init__(self, spec: GQASpec, dim: int, layer_idx: int, precision: Precision):
+        super().__init__()
+        self.spec, self.layer_idx = spec, layer_idx
+        scheme, dtype, bias = precision.projection_scheme, precision.dtype, spec.has_bias
+        q_width, k_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        v_width, out_width = spec.num_kv_heads * spec.v_dim, spec.num_heads * spec.v_dim
+        self.q_proj = Linear(q_width, dim, scheme=scheme, dtype=dtype, has_bias=bias)
+        self.k_proj = Linear(k_width, dim, scheme=scheme, dtype=dtype, has_bias=bias)
+        self.v_proj = Linear(v_width, dim, scheme=scheme, dtype=dtype, has_bias=bias)
+        self.o_proj = Linear(dim, out_width, scheme=scheme, dtype=dtype, has_bias=spec.has_output_bias)
+        self.q_norm: HeadRMSNorm | AcrossHeadsRMSNorm | None = None
+        self.k_norm: HeadRMSNorm | AcrossHeadsRMSNorm | None = None
+        if spec.qk_norm == "head":
+            self.q_norm = HeadRMSNorm(spec.head_dim, spec.qk_norm_eps, dtype)
+            self.k_norm = HeadRMSNorm(spec.head_dim, spec.qk_norm_eps, dtype)
+        elif spec.qk_norm == "full":
+            self.q_norm = AcrossHeadsRMSNorm(spec.num_heads, spec.head_dim, spec.qk_norm_eps, dtype)
+            self.k_norm = AcrossHeadsRMSNorm(spec.num_kv_heads, spec.head_dim, spec.qk_norm_eps, dtype)
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads, dtype=dtype)) if spec.has_sinks else None
+        self.tp: TensorParallel = LOCAL
+
+    def forward(self, x: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
+        x = self.tp.enter(x)
+        q, k = self._normed(self.q_proj(x), self.k_proj(x))
+        v = self.v_proj(x).unflatten(-1, (-1, self.spec.v_dim))
+        if (limit := self.spec.qkv_limit) is not None:
+            q, k, v = (y.clamp(-limit, limit) for y in (q, k, v))
+        if (rope := self.spec.rope) is not None:
+            table = rotary_table(rope, segments)
+            q, k = (rotate(y, table, is_interleaved=rope.is_interleaved) for y in (q, k))
+        if cache is not None:
+            cache.append_kv(self.layer_idx, segments.token_slots, segments.positions, k, v)
+        attended = self._attend(q, k, v, segments, cache)
+        y = self.tp.reduce(self.o_proj.product(attended.flatten(-2)))
+        return y if self.o_proj.bias is None else y + self.o_proj.bias.to(y.dtype)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, H * W), (T, G * W) -> (T, H, W), (T, G, W)."""
+        q, k = (y.unflatten(-1, (-1, self.spec.head_dim)) for y in (q, k))
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
+        """(T, H, W), (T, G, W), (T, G, V) -> (T, H, V), each sequence for itself."""
+        attend_own = partial(attend, window=self.spec.window, sinks=self.sinks)
+        if cache is None:
+            total = v.new_zeros(()).expand(*q.shape[:-1], self.spec.v_dim)
+            for group in segments.padded():  # what fills a short sequence up stands behind its end, unseen
+                attended = attend_own(group.table(q), group.table(k), group.table(v), starts=None)
+                total = total + group.rows(attended)
+            return total
+        lengths = [start + new for start, new in zip(segments.starts, segments.lengths, strict=True)]
+        decoded = self._decode(q, segments, cache, lengths)
+        if segments.longest <= 1:
+            return decoded
+        pieces, singles = [], iter(decoded.split(1))
+        for s, length in enumerate(lengths):
+            if segments.lengths[s] == 1:
+                pieces.append(next(singles))
+                continue
+            keys, values = cache.kv_view(self.layer_idx, segments.slots[s], length)
+            starts = segments.table([segments.starts[s]])
+            new = q[segments.rows_of(s)][None]
+            pieces.append(attend_own(new, keys[None], values[None], starts=starts)[0])
+        return torch.cat(pieces)
+
+    def _decode(self, q: Tensor, segments: Segments, cache: Cache, lengths: list[int]) -> Tensor:
+        """All sequences of one new token at once: -> (their number, H, V)."""
+        sequences, rows = segments.singles, segments.single_rows
+        visible = [length for s, length in enumerate(lengths) if segments.lengths[s] == 1]
+        keys, values = cache.kv(self.layer_idx, segments.slot_index[sequences], max(visible, default=0))
+        starts = segments.table(length - 1 for length in visible)
+        # What an ended sequence left beyond the end (even NaN) must not reach the sum: a weight of 0 would not stop it.
+        is_beyond = torch.arange(keys.shape[1], device=q.device) > starts[:, None]
+        values = values.masked_fill(is_beyond[..., None, None], 0)
+        attended = attend(q[rows][:, None], keys, values, starts=starts, window=self.spec.window, sinks=self.sinks)
+        return attended[:, 0]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor | None, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Causal attention of S sequences: (S, n, H, W), (S, L, G, W), (S, L, G, V) -> (S, n, H, V).
+
+    New token i of sequence s stands at position `starts[s] + i` (None: all from 0) and sees keys up to its own, with a
+    `window` those less than that far back. `sinks` (H,).
+    """
+    num_heads, scale = q.shape[2], q.shape[-1] ** -0.5
+    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+    if k.shape[1] != num_heads:
+        k, v = (y.repeat_interleave(num_heads // y.shape[1], 1) for y in (k, v))
+    is_plain = starts is None and sinks is None and (window is None or window >= k.shape[2])
+    mask = None if is_plain else _visible(q.shape[2], k.shape[2], starts, window, q.device)
+    if sinks is None:
+        width = k.shape[-1] - v.shape[-1]  # the fused kernels want values as wide as keys; zeros are cut off again
+        wide = F.pad(v, (0, width)) if width > 0 else v
+        y = attention(q, k, wide, attn_mask=mask, is_causal=mask is None, scale=scale)
+        return y[..., : v.shape[-1]].transpose(1, 2)
+    assert mask is not None
+    scores = (as_float(q @ k.mT) * scale).masked_fill(~mask, -torch.inf)
+    extra = as_float(sinks)[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1]
+    return (weights.to(v.dtype) @ v).transpose(1, 2)
+
+
+def _visible(num_new: int, num_all: int, starts: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+    """(S or 1, 1, n, L) bool."""
+    first = torch.zeros(1, dtype=torch.int64, device=device) if starts is None else starts
+    position = first[:, None, None, None] + torch.arange(num_new, device=device)[:, None]
+    back = position - torch.arange(num_all, device=device)
+    return (back >= 0) if window is None else (back >= 0) & (back < window)
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """One sequence of `attend` in float64, one query at a time: (n, H, W), (L, G, W), (L, G, V) -> (n, H, V)."""
+    q, k, v = q.double(), k.double(), v.double()
+    out, share = q.new_zeros(*q.shape[:2], v.shape[-1]), q.shape[1] // k.shape[1]
+    for i, head in ((i, head) for i in range(q.shape[0]) for head in range(q.shape[1])):
+        last = start + i
+        first = 0 if window is None else max(0, last - window + 1)
+        scores = k[first : last + 1, head // share] @ q[i, head] * q.shape[-1] ** -0.5
+        weights = (scores - scores.max()).exp()
+        total = weights.sum() + (0.0 if sinks is None else (sinks[head].double() - scores.max()).exp())
+        out[i, head] = weights / total @ v[first : last + 1, head // share]
+    return out
