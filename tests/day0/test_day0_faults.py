@@ -110,7 +110,7 @@ def test_a_request_that_fails_counts_with_its_reason(accept: Accept, monkeypatch
     """A cache too short for the long question: the other requests are still asked and timed."""
     monkeypatch.setattr(run, "_fits_in_fp32", lambda *args: False)
     monkeypatch.setattr("workbench.day0.prompts.LONG_QUESTION_REPEATS", 1)
-    acceptance = accept(TINY, max_tokens=128)
+    acceptance = accept(TINY, max_tokens=160)
     assert acceptance.failed == {"answers.text"}
     assert "text, long: PromptTooLongError: " in acceptance.evidence("answers.text")
     assert len(acceptance.report.answers) == 4

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workbench.nn.arithmetic import attention
 from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
 from workbench.nn.linear import Linear
@@ -132,7 +131,7 @@ def attend(
     if sinks is None:
         width = k.shape[-1] - v.shape[-1]  # the fused kernels want values as wide as keys; zeros are cut off again
         wide = F.pad(v, (0, width)) if width > 0 else v
-        y = attention(q, k, wide, attn_mask=mask, is_causal=mask is None, scale=scale)
+        y = F.scaled_dot_product_attention(q, k, wide, attn_mask=mask, is_causal=mask is None, scale=scale)
         return y[..., : v.shape[-1]].transpose(1, 2)
     assert mask is not None
     scores = (as_float(q @ k.mT) * scale).masked_fill(~mask, -torch.inf)

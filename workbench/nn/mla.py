@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.base import UnsupportedModelError
-from workbench.nn.arithmetic import attention, linear
 from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
 from workbench.nn.linear import Linear
@@ -114,7 +113,9 @@ def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec) -> T
     if num_new < num_all:  # token i of the new ones stands at num_all - num_new + i
         mask = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device).tril(num_all - num_new)
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
-    attended = attention(q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.softmax_scale)
+    attended = F.scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.softmax_scale
+    )
     return attended[0].transpose(0, 1)[..., : spec.v_dim]
 
 
@@ -128,7 +129,7 @@ def whole_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, segm
     total = values.new_zeros(()).expand(values.shape)
     for group in segments.padded():
         own_q, own_k, own_v = (group.table(x).transpose(1, 2) for x in (q, keys, values))  # (S', H, L, width)
-        attended = attention(own_q, own_k, own_v, is_causal=True, scale=spec.softmax_scale)
+        attended = F.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=True, scale=spec.softmax_scale)
         total = total + group.rows(attended.transpose(1, 2))
     return total[..., : spec.v_dim]
 
@@ -140,7 +141,7 @@ def _expand(latent: Tensor, kv_b: Tensor, spec: MLASpec) -> tuple[Tensor, Tensor
     """
     c, shared_key = latent.split([spec.kv_rank, spec.rope_dim], -1)
     keys, values = (
-        linear(c, kv_b).unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).split([spec.nope_dim, spec.v_dim], -1)
+        F.linear(c, kv_b).unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).split([spec.nope_dim, spec.v_dim], -1)
     )
     keys = torch.cat([keys, shared_key[:, None].expand(-1, keys.shape[1], -1)], -1)
     width = spec.qk_dim - spec.v_dim

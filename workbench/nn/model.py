@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.base import RequestError, UnsupportedModelError
-from workbench.nn.arithmetic import linear
 from workbench.nn.batch import Segments, TokenBatch
 from workbench.nn.cache import Cache
 from workbench.nn.ffn import GatedFFN
@@ -72,7 +71,7 @@ class TiedHead(nn.Module):
         self.tp: TensorParallel = LOCAL
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tp.gather(linear(self.tp.enter(x), self.tied[0].weight.to(x.dtype)), -1)
+        return self.tp.gather(F.linear(self.tp.enter(x), self.tied[0].weight.to(x.dtype)), -1)
 
 
 class DecoderLayer(nn.Module):

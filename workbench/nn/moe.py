@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from workbench.nn.activation import gated_activation
-from workbench.nn.arithmetic import linear
 from workbench.nn.ffn import GatedFFN
 from workbench.nn.gather import RowMap
 from workbench.nn.linear import Linear, StackedLinear
@@ -94,7 +94,7 @@ class Experts(nn.Module):
         b3: Tensor | None = None,
     ) -> Tensor:
         """One expert on its tokens: (n, L) -> (n, L)."""
-        return linear(gated_activation(self.activation, linear(x, w1, b1), linear(x, w3, b3)), w2, b2)
+        return F.linear(gated_activation(self.activation, F.linear(x, w1, b1), F.linear(x, w3, b3)), w2, b2)
 
 
 def group_by_expert(slots: Tensor, num_local: int) -> tuple[Tensor, list[int]]:

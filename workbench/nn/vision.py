@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.base import ImageError
-from workbench.nn.arithmetic import attention, linear
 from workbench.nn.linear import Linear
 from workbench.nn.norm import RMSNorm
 from workbench.nn.precision import as_float
@@ -41,7 +40,7 @@ class PatchEmbed(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.hidden_size, 3, p, p, dtype=dtype))
 
     def forward(self, patches: Tensor) -> Tensor:
-        return linear(patches.to(self.weight.dtype).flatten(1), self.weight.flatten(1))
+        return F.linear(patches.to(self.weight.dtype).flatten(1), self.weight.flatten(1))
 
 
 class PositionGrid(nn.Module):
@@ -102,7 +101,7 @@ class VisionBlock(nn.Module):
         for (length, num_images), own_qk, own_v in zip(runs, turned.split(sizes), v.split(sizes), strict=True):
             packed = (*own_qk.unbind(1), own_v.squeeze(1))
             query, key, value = (x.unflatten(0, (num_images, length)).transpose(1, 2) for x in packed)
-            attended = attention(query, key, value)  # (images, H, length, head_dim)
+            attended = F.scaled_dot_product_attention(query, key, value)  # (images, H, length, head_dim)
             mixed.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
         return self.tp.reduce(self.wo(torch.cat(mixed)))
 
