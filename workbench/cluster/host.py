@@ -128,14 +128,14 @@ def _evict(fd: int) -> bool:
 def measure_matmul(
     device: str, dtypes: Sequence[str] = MATMUL_DTYPES, *, time_limit_s: float = MATMUL_SECONDS
 ) -> tuple[MatmulRate, ...]:
-    """FLOP/s of square matrix products on `device` (torch's name) per dtype, in a child process with a time limit."""
+    """FLOP/s of matrix products on `device` (torch's name) per dtype, in a child process with a time limit."""
     rates = []
     for result in run_probe([("matmul", dtype) for dtype in dtypes], device=device, time_limit_s=time_limit_s):
         rate = None
         if not result.error:
             assert isinstance(result.value, dict)
-            size, threads = result.value["size"], result.value["threads"]
-            conditions = f"{size} x {size} x {size}, {device}"
+            rows, size, threads = (result.value[name] for name in ("rows", "size", "threads"))
+            conditions = f"{rows} x {size} x {size}, {device}"
             conditions += f", {threads} threads" if device == "cpu" else ""
             rate = Quantity(result.value["flops_per_s"], "FLOP/s", "measured", conditions)
         rates.append(

@@ -180,10 +180,11 @@ FEATURES: dict[str, Callable[[torch.device], None]] = {
 
 
 def matmul_rate(dtype_name: str, device_name: str) -> dict[str, object]:
-    """FLOP/s of a square matrix product in `dtype_name` ("float32", "bfloat16", ...), with the size it was taken at.
+    """FLOP/s of matrix products in `dtype_name` ("float32", "bfloat16", ...), with the size it was taken at.
 
-    The size doubles until one product takes a trusted time; the tenth percentile of several windows is reported, since
-    other work on the machine only ever adds time.
+    The better of a square product and of one row times a square matrix: a processor without units for a type may have a
+    fast loop for the latter alone, and a limit that is passed is none. The size doubles until one product takes a
+    trusted time; the tenth percentile of several windows is reported, since other work only ever adds time.
     """
     device, dtype = torch.device(device_name), getattr(torch, dtype_name)
 
@@ -191,8 +192,8 @@ def matmul_rate(dtype_name: str, device_name: str) -> dict[str, object]:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
-    def seconds(size: int, repeats: int) -> float:
-        left, right = (torch.randn(size, size).to(device, dtype) for _ in range(2))
+    def seconds(size: int, repeats: int, rows: int | None = None) -> float:
+        left, right = (torch.randn(height, size).to(device, dtype) for height in (rows or size, size))
         left @ right
         finish()
         start = time.perf_counter()
@@ -205,10 +206,13 @@ def matmul_rate(dtype_name: str, device_name: str) -> dict[str, object]:
     while elapsed < WINDOW_S and size < MAX_MATMUL_SIZE:
         size *= 2
         elapsed = seconds(size, 1)
-    repeats = max(1, round(WINDOW_S / elapsed))
-    windows = [seconds(size, repeats) for _ in range(NUM_WINDOWS)]
-    best = statistics.quantiles(windows, n=10, method="inclusive")[0]
-    return {"flops_per_s": 2 * size**3 / best, "size": size, "threads": torch.get_num_threads()}
+    best: dict[int, float] = {}  # rows -> FLOP/s
+    for rows, once in ((size, elapsed), (1, seconds(size, 1, 1))):
+        repeats = max(1, round(WINDOW_S / once))
+        windows = [seconds(size, repeats, rows) for _ in range(NUM_WINDOWS)]
+        best[rows] = 2 * rows * size**2 / statistics.quantiles(windows, n=10, method="inclusive")[0]
+    rows = max(best, key=lambda rows: best[rows])
+    return {"flops_per_s": best[rows], "rows": rows, "size": size, "threads": torch.get_num_threads()}
 
 
 def copy_rate(device_name: str) -> dict[str, object]:

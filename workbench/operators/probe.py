@@ -126,6 +126,6 @@ def measure_roofline(
     rates = []
     for answer in products:
         if isinstance(answer.value, dict):
-            source = f"{answer.value['size']} x {answer.value['size']} products, {device}"
+            source = f"{answer.value['rows']} x {answer.value['size']} products, {device}"
             rates.append((answer.argument, Quantity(answer.value["flops_per_s"], "FLOP/s", "measured", source)))
     return Roofline(matmul=tuple(rates), memory=memory)
