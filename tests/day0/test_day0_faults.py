@@ -18,6 +18,8 @@ from workbench.day0 import GATES, run
 from workbench.deployment import Deployment
 from workbench.report import read_report
 
+FAMILIES = Path(__file__).resolve().parents[1] / "golden" / "families"
+
 pytestmark = pytest.mark.ranks
 
 NEED_WEIGHTS = {gate_id for gate_id in GATES if gate_id.split(".")[0] not in ("device", "operators", "checkpoint")}
@@ -114,6 +116,17 @@ def test_a_request_that_fails_counts_with_its_reason(accept: Accept, monkeypatch
     assert acceptance.failed == {"answers.text"}
     assert "text, long: PromptTooLongError: " in acceptance.evidence("answers.text")
     assert len(acceptance.report.answers) == 4
+
+
+def test_another_family_is_tried_and_its_parity_is_not_made_up(accept: Accept) -> None:
+    acceptance = accept(FAMILIES / "llama")
+    assert acceptance.failed == set()
+    assert {"parity.fp32", "parity.fp32_tokens", "parity.batch", "parity.serving"} <= acceptance.unmeasured
+    assert "no independent implementation of this family" in acceptance.evidence("parity.fp32")
+    assert {gate.id for gate in acceptance.report.gates if gate.status == "pass"} >= {
+        "loading.rows",
+        "checkpoint.audit",
+    }
 
 
 @pytest.mark.parametrize("step", ["survey_machine", "audit", "inspect_checkpoint"])

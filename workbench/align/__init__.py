@@ -17,6 +17,7 @@ from workbench.align.parity import (
     check_parity,
     model_forward,
     model_replay,
+    require_reference,
 )
 from workbench.align.parity_report import GreedyCheck, ParityReport
 from workbench.align.reference import ReferencePrompt, Trace, choices_of, reference_traces
@@ -77,6 +78,7 @@ __all__ = [
     "TraceSource",
     "align_model",
     "check_parity",
+    "require_reference",
     "choices_of",
     "compare_traces",
     "counter_test",

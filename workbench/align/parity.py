@@ -21,13 +21,23 @@ from workbench.align.replay import given_for_rank, replaying
 from workbench.align.tolerance import FP32_TOLERANCE, MeasuredTolerance, RoundingTolerance, Tolerance
 from workbench.align.trace import short_name
 from workbench.align.yardstick import ExactAndNoise, noisy_references
-from workbench.base import RequestError
+from workbench.base import RequestError, UnsupportedModelError
 from workbench.nn.batch import TokenBatch
 from workbench.nn.cache import StateCache
 from workbench.nn.model import Model
 from workbench.placement import Layout
+from workbench.spec import ModelSpec
+from workbench.spec.families.kimi_k3 import FAMILY as REFERENCE_FAMILY
 
-__all__ = ["ParityPrompt", "TraceForward", "TraceReplay", "check_parity", "model_forward", "model_replay"]
+__all__ = [
+    "ParityPrompt",
+    "TraceForward",
+    "TraceReplay",
+    "check_parity",
+    "model_forward",
+    "model_replay",
+    "require_reference",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +68,17 @@ def _is_captured(name: str) -> bool:
     """What a forward capture must bring: not the router's scores, nor the inside of the vision tower."""
     is_inside = short_name(name) in ("router_scores", "route_margin", "route_regret")
     return not is_inside and not name.startswith("image")
+
+
+def require_reference(spec: ModelSpec) -> None:
+    """Raises UnsupportedModelError for a family that the reference does not compute."""
+    if spec.family != REFERENCE_FAMILY:
+        raise UnsupportedModelError(
+            "there is no independent implementation of this family to compare with",
+            found=spec.family,
+            expected=REFERENCE_FAMILY,
+            next_step="Compare with captured tensors of another implementation: docs/capture.md",
+        )
 
 
 def check_parity(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from workbench.align import Tolerance, check_parity, deployment_forward, tolerance_for
+from workbench.align import Tolerance, check_parity, deployment_forward, require_reference, tolerance_for
 from workbench.base import WorkbenchError
 from workbench.day0.gates import GateBook
 from workbench.day0.prompts import draw_pictures, parity_prompts
@@ -40,6 +40,7 @@ def measure_parity(
         gates.unmeasured("parity.serving", f"{precision} approximates the weights: there is no bound to hold it to")
         return
     spec = ranks.spec
+    require_reference(spec)
     picture = ImageProcessor(spec.image).process(draw_pictures()[0]) if spec.image and spec.vision else None
     prompts = parity_prompts(spec, picture)
     text_only = [prompt for prompt in prompts if not prompt.images]
