@@ -49,6 +49,8 @@ def test_a_rank_is_profiled_while_it_steps_and_is_as_before_afterwards(commands:
         rank.start(commands)
     assert tokens(commands, 5) == plain, "recording changes no answer"
     found = rank.stop(commands)
+    assert len(found.spans) > 100
+    assert len(repr(found)) < 4000, "a notebook keeps the text of whatever a cell ends with"
     assert "step" not in vars(runner)
     assert log.listener is None
     assert log.finished is None

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.base import Cell, Table, human
@@ -36,8 +36,8 @@ class LoadReport:
     """
 
     load: Load
-    warm_up: tuple[RequestTiming, ...]
-    timings: tuple[RequestTiming, ...]
+    warm_up: tuple[RequestTiming, ...] = field(repr=False)
+    timings: tuple[RequestTiming, ...] = field(repr=False)
     started_s: float
     goodput: Goodput | None = None
     conditions: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from workbench.base import DeploymentError
 from workbench.operators.inventory import OperatorUse
@@ -42,12 +42,12 @@ class RankProfile:
 
     rank: int
     seconds: float
-    ledger: StepLedger | None
-    uses: tuple[OperatorUse, ...]
-    collectives: tuple[CollectiveTime, ...]
+    ledger: StepLedger | None = field(repr=False)  # thousands of entries, here and below
+    uses: tuple[OperatorUse, ...] = field(repr=False)
+    collectives: tuple[CollectiveTime, ...] = field(repr=False)
     num_collectives_left_out: int
     expert_counts: dict[int, tuple[int, ...]]
-    spans: tuple[tuple[float, Span], ...]
+    spans: tuple[tuple[float, Span], ...] = field(repr=False)
     num_plain: int
     plain_step_s: float
     num_recorded: int

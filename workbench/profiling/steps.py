@@ -8,7 +8,7 @@ subtracted as overlap.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from workbench.base import Cell, Table, human
@@ -72,7 +72,7 @@ class StepLedger:
     `memory` is bytes by what holds them.
     """
 
-    operators: tuple[OperatorTime, ...]
+    operators: tuple[OperatorTime, ...] = field(repr=False)
     num_steps: int
     seconds: float
     communication_s: float
