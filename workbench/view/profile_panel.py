@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import html
 import math
-import threading
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol
 
 from workbench.base import human
-from workbench.view.charts import LineChart
-from workbench.view.live import INTERVAL_S, Redrawer
-from workbench.view.notebook import chart_bundle
+from workbench.view.charts import Chart, LineChart
+from workbench.view.history_panel import HistoryPanel
+from workbench.view.live import INTERVAL_S
 from workbench.view.profile import request_timeline
 from workbench.view.svg import draw_svg
 
@@ -128,7 +126,7 @@ class LoadHistory:
         return lines
 
 
-class LoadView:
+class LoadView(HistoryPanel):
     """Use as the `on_request` of a load inside a `with` block:
 
         with LoadView(num_requests=load.num_requests) as view:
@@ -138,46 +136,19 @@ class LoadView:
     """
 
     def __init__(self, *, num_requests: int, title: str = "Load", interval_s: float = INTERVAL_S) -> None:
-        import ipywidgets
-
         self.history = LoadHistory()
         self.num_requests, self.title = num_requests, title
-        self.panel = ipywidgets.HTML(load_html(self.history, num_requests, title=title))
-        self._lock = threading.Lock()  # a chart is drawn from a history that stands still
-        self._redrawer = Redrawer(self._redraw, lambda: self.history.version, interval_s=interval_s, name="load")
-
-    @property
-    def num_redraws(self) -> int:
-        return self._redrawer.num_redraws
+        super().__init__(self.history, interval_s=interval_s, name="load")
 
     def __call__(self, timing: Timing) -> None:
         with self._lock:
             self.history.add(timing)
 
-    def __enter__(self) -> LoadView:
-        from IPython.display import display
+    def _drawing(self) -> str:
+        return load_html(self.history, self.num_requests, title=self.title)
 
-        if not self._redrawer.is_started:
-            display(self.panel)
-            self._redrawer.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop redrawing and leave a static picture. A second call does nothing."""
-        from IPython.display import display
-
-        if self._redrawer.stop() and self.history.latest:
-            display(chart_bundle(self.history.chart()), raw=True)
-
-    def _redraw(self) -> None:
-        with self._lock:
-            drawing = load_html(self.history, self.num_requests, title=self.title)
-        self.panel.value = drawing
+    def _charts(self) -> Sequence[Chart]:
+        return [self.history.chart()] if self.history.latest else []
 
 
 def load_html(history: LoadHistory, num_requests: int, *, title: str = "Load") -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import html
-import threading
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workbench.view.live import INTERVAL_S, Redrawer
-from workbench.view.notebook import chart_bundle
+from workbench.view.charts import Chart
+from workbench.view.history_panel import HistoryPanel
+from workbench.view.live import INTERVAL_S
 from workbench.view.svg import draw_svg
 from workbench.view.training import TrainingHistory, balance_chart, loss_chart
 
 __all__ = ["TrainingView", "training_html"]
 
 
-class TrainingView:
+class TrainingView(HistoryPanel):
     """Use as the `on_record` of a training run inside a `with` block:
 
         with TrainingView(num_steps=config.steps) as view:
@@ -27,47 +26,19 @@ class TrainingView:
     """
 
     def __init__(self, *, num_steps: int, title: str = "Training", interval_s: float = INTERVAL_S) -> None:
-        import ipywidgets
-
         self.history = TrainingHistory()
         self.num_steps, self.title = num_steps, title
-        self.panel = ipywidgets.HTML(training_html(self.history, num_steps, title=title))
-        self._lock = threading.Lock()  # a chart is drawn from a history that stands still
-        self._redrawer = Redrawer(self._redraw, lambda: self.history.version, interval_s=interval_s, name="training")
-
-    @property
-    def num_redraws(self) -> int:
-        return self._redrawer.num_redraws
+        super().__init__(self.history, interval_s=interval_s, name="training")
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         with self._lock:
             self.history.add(record)
 
-    def __enter__(self) -> TrainingView:
-        from IPython.display import display
+    def _drawing(self) -> str:
+        return training_html(self.history, self.num_steps, title=self.title)
 
-        if not self._redrawer.is_started:
-            display(self.panel)
-            self._redrawer.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop redrawing and leave static pictures. A second call does nothing."""
-        from IPython.display import display
-
-        if self._redrawer.stop() and self.history.points:
-            for chart in (loss_chart(self.history), balance_chart(self.history)):
-                display(chart_bundle(chart), raw=True)
-
-    def _redraw(self) -> None:
-        with self._lock:
-            drawing = training_html(self.history, self.num_steps, title=self.title)
-        self.panel.value = drawing
+    def _charts(self) -> Sequence[Chart]:
+        return [loss_chart(self.history), balance_chart(self.history)] if self.history.points else []
 
 
 def training_html(history: TrainingHistory, num_steps: int, *, title: str = "Training") -> str:
