@@ -281,7 +281,11 @@ def test_sound_checkpoints_pass_on_one_rank(checkpoints: list[Path], seed: int) 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("layout", "seeds"), [(Layout(tp=2), SEEDS[:10]), (Layout(tp=2, ep=2), SEEDS[10:])], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "seeds"),
+    [pytest.param(Layout(tp=2), SEEDS[:10], marks=pytest.mark.slow), (Layout(tp=2, ep=2), SEEDS[10:])],
+    ids=str,
+)
 def test_sound_checkpoints_pass_on_two_ranks(checkpoints: list[Path], layout: Layout, seeds: range) -> None:
     for seed in seeds:
         root = checkpoints[seed]

@@ -83,6 +83,7 @@ def test_under_torchrun_rank_zero_prints_and_the_others_are_silent(call: Call, m
     assert "torchrun has said how many" in refused.err
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_of_this_machine(call: Call, tmp_path: Path) -> None:
     outcome = call("topology", "--ranks", 2, "--device", "cpu", "--no-rates", "--json", "--out", tmp_path / "t.json")

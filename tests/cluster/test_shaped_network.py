@@ -145,6 +145,7 @@ def decode(hosts: Hosts, layout: str, folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_link_is_what_was_set_by_a_plain_socket(hosts: Hosts, calm: None) -> None:
     """The link itself, without torch: round trips of a byte, and a stream."""
     server = (
@@ -172,6 +173,7 @@ def test_link_is_what_was_set_by_a_plain_socket(hosts: Hosts, calm: None) -> Non
     assert (1 << 22) / (times[1 << 23] - times[1 << 22]) == pytest.approx(PAYLOAD_BPS, rel=0.15)
 
 
+@pytest.mark.slow
 def test_measured_bandwidth_and_latency_are_those_that_were_set(calm: None, topology: Topology) -> None:
     assert topology.num_devices == 2
     assert topology.spans_hosts((0, 1))
@@ -183,18 +185,21 @@ def test_measured_bandwidth_and_latency_are_those_that_were_set(calm: None, topo
     assert link.alpha.value == pytest.approx(DELAY_S, rel=0.15)
 
 
+@pytest.mark.slow
 def test_collectives_cost_round_trips_of_the_slow_link(calm: None, topology: Topology) -> None:
     small = topology.collective_time("all_reduce", 1024, (0, 1))
     assert small.basis == "measured"
     assert DELAY_S < small.value < 12 * DELAY_S
 
 
+@pytest.mark.slow
 def test_planner_prefers_a_pipeline_over_tensor_parallelism_across_the_slow_link(topology: Topology) -> None:
     costs = planned(with_rates(topology))
     assert list(costs) == ["pp2", "tp2xep2"]
     assert costs["tp2xep2"] > 3 * costs["pp2"]
 
 
+@pytest.mark.slow
 def test_decoding_confirms_the_order(hosts: Hosts, topology: Topology, tmp_path: Path) -> None:
     found = {layout: decode(hosts, layout, tmp_path) for layout in LAYOUTS}
     assert found["tp2xep2"]["tokens"] == found["pp2"]["tokens"]

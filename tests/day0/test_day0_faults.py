@@ -108,6 +108,7 @@ def test_a_rank_that_dies_is_named_where_it_was_needed(accept: Accept, monkeypat
     assert next(gate for gate in acceptance.report.gates if gate.id == "loading.rows").status == "pass"
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_counts_with_its_reason(accept: Accept, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache too short for the long question: the other requests are still asked and timed."""
     monkeypatch.setattr(run, "_fits_in_fp32", lambda *args: False)

@@ -100,6 +100,7 @@ def test_answers_are_kept_with_their_pictures_and_times(alone: Acceptance) -> No
     assert float(per_s) <= 1.1 * int(tokens) / in_all  # requests came one after another: no rate beyond their sum
 
 
+@pytest.mark.slow
 def test_json_record_is_the_only_output_and_slow_answers_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Limits nobody can keep, and a model that is shown the same picture whatever the file holds."""
     cut = ImageProcessor._patches
@@ -119,6 +120,7 @@ def test_json_record_is_the_only_output_and_slow_answers_fail(monkeypatch: pytes
     assert json.loads((tmp_path / "report.json").read_text()) == record
 
 
+@pytest.mark.slow
 def test_served_in_fp32_the_reference_is_asked_once(accept: Accept) -> None:
     acceptance = accept(TINY, precision="fp32")
     assert (acceptance.failed, acceptance.unmeasured) == (set(), set()), acceptance.report.render(width=120)

@@ -134,6 +134,7 @@ def test_only_a_folder_that_says_so_was_trained_here(tmp_path: Path) -> None:
     assert not is_trained_here(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_random_weights_that_claim_to_be_trained_fail_and_say_what_they_answered(
     accept: Accept, copy: Path, monkeypatch: pytest.MonkeyPatch

@@ -187,7 +187,12 @@ def test_ranks_are_in_sessions_of_their_own_and_the_key_is_nowhere_to_be_seen(pa
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(pp=2, stages=(5, 3)), Layout(dp=2, ep=2, dispatch="all_to_all"), Layout(dp=2, ep=2)],
+    [
+        Layout(),
+        Layout(pp=2, stages=(5, 3)),
+        Layout(dp=2, ep=2, dispatch="all_to_all"),
+        pytest.param(Layout(dp=2, ep=2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_other_layouts_give_the_same_tokens_and_leave_nothing_behind(layout, golden_root, prompts, picture_prompt):

@@ -294,7 +294,7 @@ def test_a_rank_that_a_signal_holds_is_named_whether_it_is_asked_or_not(tmp_path
     ("layout", "sent"),
     [
         (Layout(), signal.SIGKILL),
-        (Layout(tp=2), signal.SIGSTOP),
+        pytest.param(Layout(tp=2), signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(Layout(tp=2), signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(Layout(), signal.SIGSTOP, marks=pytest.mark.slow),
     ],

@@ -82,7 +82,7 @@ def test_a_model_computes_what_transformers_does(name: str) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(tp=2),
+        pytest.param(Layout(tp=2), marks=pytest.mark.slow),
         Layout(pp=2),
         Layout(tp=2, ep=2),
         pytest.param(Layout(dp=2, ep=2), marks=pytest.mark.slow),

@@ -43,7 +43,12 @@ def probe(root: Path, warm: Path, precision: str, tp: int, ep: int, how: str = "
 
 
 @pytest.mark.parametrize(
-    ("precision", "tp", "ep"), [("mxfp4", 2, 2), ("bf16", 2, 2), ("int4", 2, 2), ("fp8", 4, 2), ("fp32", 4, 4)]
+    ("precision", "tp", "ep"),
+    [
+        ("mxfp4", 2, 2),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("bf16", 2, 2), ("int4", 2, 2), ("fp8", 4, 2))),
+        ("fp32", 4, 4),
+    ],
 )
 def test_l21_peak_memory_of_a_rank_is_its_weights_and_the_window(
     large: Path, sound: Path, precision: str, tp: int, ep: int

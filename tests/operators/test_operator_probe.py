@@ -156,7 +156,12 @@ def test_the_host_runs_what_the_model_needs_of_it() -> None:
     assert len(compared) > 0.9 * sum(not result.use.is_view for result in coverage.results)
     assert all(result.error <= result.tolerance for result in compared)
     products = [result for result in coverage.results if result.use.flops]
-    assert all(result.seconds and result.share and result.share < 2 for result in products)
+    assert products
+    for result in products:  # how fast they are is the machine's matter; that the share is made of these figures is ours
+        least = coverage.roofline.least_seconds(result.use)
+        assert result.seconds
+        assert least
+        assert result.share == pytest.approx(least / result.seconds)
     known = [coverage.seconds(u) for u in traced.operators if not u.is_view]
     assert all(seconds is not None and seconds.basis == "measured" for seconds in known)
 

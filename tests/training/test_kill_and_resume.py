@@ -85,6 +85,7 @@ def test_killed_three_times_and_resumed_the_run_ends_with_the_same_bytes(tmp_pat
     check_equal(whole, killed, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_replicas_survive_the_loss_of_their_parent_and_of_one_of_them(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, steps=STEPS, layout="dp2")

@@ -78,7 +78,11 @@ OTHERWISE = "a kernel of the vendor behind the same operator name"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """Measured limits of the device: FLOP/s of large matrix products by dtype, B/s of a large copy. Gaps are absent."""
+    """Measured limits of the device: FLOP/s of large matrix products by dtype, B/s of a large copy. Gaps are absent.
+
+    A copy that is larger than every cache is the limit of weights that are read once a step. A call on small tensors,
+    tried again and again, finds them in a cache and may pass it: a share above one says that, not that it is good.
+    """
 
     matmul: tuple[tuple[str, Quantity], ...] = ()
     memory: Quantity | None = None

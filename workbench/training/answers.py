@@ -22,7 +22,7 @@ from workbench.training.data.scenes import scene_image
 
 __all__ = ["MAX_NEW_TOKENS", "answer_items"]
 
-MAX_NEW_TOKENS = 128  # the longest trained answer, a look through all of a picture and what it gives, has fewer
+MAX_NEW_TOKENS = 224  # the longest trained reply, the index of a full picture and what is found in it, has fewer
 
 
 def answer_items(

@@ -104,7 +104,9 @@ def make_chat(rng: np.random.Generator, facts: Sequence[Fact], mixture: Mixture)
         return Chat(kind=kind, messages=messages, scenes=tuple(scene for scene, _ in asked), thinking=thinking)
     scene = make_scene(rng)
     has_description, has_list = rng.random() < mixture.description_share, rng.random() < mixture.list_share
-    questions = _talk(scene, rng, has_description=has_description, has_list=has_list and not thinking)
+    questions = _talk(
+        scene, rng, has_description=has_description, has_list=has_list and not thinking, most=2 if thinking else 4
+    )
     messages = _in_turns([_asked(q) for q in questions], picture_at=[0], picture_first=rng.random() < 0.85)
     return Chat(kind=kind, messages=messages, scenes=(scene,), thinking=thinking)
 
@@ -115,9 +117,14 @@ def picture_message(text: str, *, picture_first: bool = True) -> Message:
     return Message("user", parts if picture_first else parts[::-1])
 
 
-def _talk(scene: Scene, rng: np.random.Generator, *, has_description: bool, has_list: bool) -> list[Question]:
-    """Questions about one picture. The description comes first or last: answers cannot always be copied from it."""
-    count = int(rng.integers(0, 3)) if has_description or has_list else int(rng.integers(1, 5))
+def _talk(
+    scene: Scene, rng: np.random.Generator, *, has_description: bool, has_list: bool, most: int
+) -> list[Question]:
+    """At most `most` questions about one picture: where each brings a long thought, later ones only copy it.
+
+    The description comes first or last: answers cannot always be copied from it.
+    """
+    count = int(rng.integers(0, 3)) if has_description or has_list else int(rng.integers(1, most + 1))
     questions: list[Question] = []
     while len(questions) < count:
         last = questions[-1] if questions else None

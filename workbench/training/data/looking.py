@@ -1,24 +1,24 @@
-"""What is in a picture, in words: the caption, and a look through it for what a question asks about.
+"""What is in a picture, in words: the caption, and the thought that leads from the picture to an answer.
 
-    caption       Top left: a large red circle. Centre: a small blue square.
-    look_through  Top left: a large red circle. No. Centre: a small blue square. Yes.
+    caption   Top left: a large red circle. Centre: a small blue square.
+    thought   ... By kind circle: red top left; square: blue centre; triangle: none; ... red: circle top left; ...
+              So blue square: blue square centre, small.
 
 A small model names what is at a place without fail, and cannot find the place of what it is asked for: trained on
-answers alone it found one thing among several in one of four pictures, and counted no better. So it thinks first, in
-K3's channel for that: each thing in reading order, as in the caption, and behind it what the question makes of it.
-Every step then needs one place of the picture and the question, and every verdict is a token to learn from.
+answers alone it found one thing among several in one of four pictures, and counted no better. A verdict behind each
+line of the caption ("Yes", "No") stayed at chance as well: one comparison per line is too little to learn from. So it
+thinks first, in K3's channel for that: the caption, then an index of it, which sorts every figure once by shape and
+once by colour, then what the question wants. A search is then one look-up in the index, and every entry of the index,
+each "none" included, is a search that is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from workbench.training.data.phrasing import NUMBER_NAMES
-from workbench.training.data.scenes import Figure, Label, Scene
+from workbench.training.data.scenes import COLOURS, SHAPES, Figure, Label, Scene
 
-__all__ = ["NO", "YES", "caption", "count_through", "look_for", "look_through"]
+__all__ = ["Thing", "caption", "count_of", "look_for"]
 
-YES, NO = "Yes", "No"
 Thing = Figure | Label
 
 
@@ -30,31 +30,34 @@ def caption(scene: Scene) -> str:
     return " ".join(_line(thing) for thing in _things(scene)) or "The picture is empty."
 
 
-def look_through(scene: Scene, verdict: Callable[[Thing], str], *, until: int | None = None) -> str:
-    """The caption with the verdict behind each thing; ends behind the `until`-th verdict that is not "No"."""
-    lines: list[str] = []
-    left = until
-    for thing in _things(scene):
-        said = verdict(thing)
-        lines.append(f"{_line(thing)} {said}.")
-        if left is not None and said != NO:
-            left -= 1
-            if left == 0:
-                break
-    return " ".join(lines) or caption(scene)
+def look_for(scene: Scene, *wanted: tuple[str, Thing | None]) -> str:
+    """The thought that finds things by name, each ("the red circle", thing), or None in place of one that is absent."""
+    found = [f"So {name.removeprefix('the ')}: {_found(thing)}." for name, thing in wanted]
+    return " ".join([*_looked(scene), *found])
 
 
-def look_for(scene: Scene, *wanted: Thing) -> str:
-    """A look that ends where all wanted things are found: "Yes" at the one, "First" and "Second" at two."""
-    names = (YES,) if len(wanted) == 1 else ("First", "Second")
-    said = dict(zip(wanted, names, strict=True))
-    return look_through(scene, lambda thing: said.get(thing, NO), until=len(wanted))
+def count_of(scene: Scene, kind: str = "") -> str:
+    """The thought that counts the figures of one shape or colour, or all of them."""
+    number = sum(kind in ("", figure.shape, figure.colour) for figure in scene.figures)
+    return " ".join([*_looked(scene), f"So {kind or 'things'}: {NUMBER_NAMES[number]}."])
 
 
-def count_through(scene: Scene, counted: Iterable[Thing]) -> str:
-    """A look through all of the picture that counts: "... One. ... No. ... Two." """
-    number = {thing: idx for idx, thing in enumerate((t for t in _things(scene) if t in set(counted)), start=1)}
-    return look_through(scene, lambda thing: NUMBER_NAMES[number[thing]].capitalize() if thing in number else NO)
+def _looked(scene: Scene) -> list[str]:
+    return [caption(scene), *([_index(scene)] if scene.figures else [])]
+
+
+def _index(scene: Scene) -> str:
+    by_shape = [(shape, [f"{f.colour} {f.place}" for f in scene.figures if f.shape == shape]) for shape in SHAPES]
+    by_colour = [(colour, [f"{f.shape} {f.place}" for f in scene.figures if f.colour == colour]) for colour in COLOURS]
+    return f"By kind {'; '.join(f'{kind}: ' + (', '.join(entry) or 'none') for kind, entry in by_shape + by_colour)}."
+
+
+def _found(thing: Thing | None) -> str:
+    if thing is None:
+        return "none"
+    if isinstance(thing, Label):
+        return f"{thing.place}, {thing.colour}"
+    return f"{thing.colour} {thing.shape} {thing.place}, {thing.size}"
 
 
 def _things(scene: Scene) -> list[Thing]:

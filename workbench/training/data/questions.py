@@ -13,7 +13,7 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 
-from workbench.training.data.looking import NO, YES, caption, count_through, look_for, look_through
+from workbench.training.data.looking import caption, count_of, look_for
 from workbench.training.data.phrasing import NUMBER_NAMES, articled, at_place, one_of, plural, vary
 from workbench.training.data.scenes import COLOURS, SHAPES, Figure, Scene
 
@@ -211,7 +211,7 @@ def _shape_of_colour(scene: Scene, rng: np.random.Generator) -> Question | None:
         return None
     figure = only[int(rng.integers(len(only)))]
     answer = f"{articled(figure.shape).capitalize()}."
-    accepted, thought = (f"{figure.colour} {figure.shape}",), look_for(scene, figure)
+    accepted, thought = (f"{figure.colour} {figure.shape}",), look_for(scene, (figure.colour, figure))
     return _question(rng, "shape.colour", answer, accepted, figure, thought, colour=figure.colour)
 
 
@@ -229,37 +229,35 @@ def _colour_of(scene: Scene, rng: np.random.Generator) -> Question | None:
     only = [figure for figure in scene.figures if shapes.count(figure.shape) == 1]
     if scene.label and (not only or rng.random() < 0.6):
         noun = one_of(rng, ("number", "text") if scene.label.is_number else ("word", "text"))
-        thought = look_for(scene, scene.label)
+        thought = look_for(scene, (noun, scene.label))
         return _question(rng, "colour.ref", f"{scene.label.colour.capitalize()}.", thought=thought, ref=f"the {noun}")
     if not only:
         return None
     figure = only[int(rng.integers(len(only)))]
-    answer, thought = f"{figure.colour.capitalize()}.", look_for(scene, figure)
+    answer, thought = f"{figure.colour.capitalize()}.", look_for(scene, (figure.shape, figure))
     return _question(rng, "colour.ref", answer, (), figure, thought, ref=f"the {figure.shape}")
 
 
 def _count_all(scene: Scene, rng: np.random.Generator) -> Question | None:
     if scene.label:  # is a word an object? the picture does not say
         return None
-    thought = count_through(scene, scene.figures)
-    return _question(rng, "count.all", f"{NUMBER_NAMES[len(scene.figures)].capitalize()}.", thought=thought)
+    answer = f"{NUMBER_NAMES[len(scene.figures)].capitalize()}."
+    return _question(rng, "count.all", answer, thought=count_of(scene))
 
 
 def _count_some(scene: Scene, rng: np.random.Generator) -> Question | None:
-    groups = {plural(shape): [f for f in scene.figures if f.shape == shape] for shape in SHAPES}
+    kinds = {plural(shape): shape for shape in SHAPES}
     if not scene.label:
-        for colour in COLOURS:
-            what = f"{colour} {one_of(rng, ('shapes', 'objects'))}"
-            groups[what] = [f for f in scene.figures if f.colour == colour]
+        kinds |= {f"{colour} {one_of(rng, ('shapes', 'objects'))}": colour for colour in COLOURS}
     counts: dict[int, list[str]] = {}
-    for what, group in groups.items():
-        counts.setdefault(len(group), []).append(what)
+    for what, kind in kinds.items():
+        counts.setdefault(sum(kind in (f.shape, f.colour) for f in scene.figures), []).append(what)
     # The number is drawn first, larger ones twice as often: most shapes and colours occur once or not at all.
     numbers = [number for number in counts for _ in range(2 if number > 1 else 1)]
     number = numbers[int(rng.integers(len(numbers)))]
     accepted = ("none", "no", "there are none") if number == 0 else ()
     what = one_of(rng, counts[number])
-    answer, thought = f"{NUMBER_NAMES[number].capitalize()}.", count_through(scene, groups[what])
+    answer, thought = f"{NUMBER_NAMES[number].capitalize()}.", count_of(scene, kinds[what])
     return _question(rng, "count.some", answer, accepted, thought=thought, what=what)
 
 
@@ -268,12 +266,12 @@ def _position(scene: Scene, rng: np.random.Generator) -> Question | None:
         noun = one_of(rng, ("number", "text") if scene.label.is_number else ("word", "text"))
         place = scene.label.place
         accepted = (at_place(place), f"{place} middle") if place != "middle" else ("centre", "in the middle")
-        thought = look_for(scene, scene.label)
+        thought = look_for(scene, (noun, scene.label))
         return _question(rng, "position.ref", f"{place.capitalize()}.", accepted, thought=thought, ref=f"the {noun}")
     if (named := _named(scene, rng)) is None:
         return None
     figure, ref = named
-    answer, thought = f"{figure.place.capitalize()}.", look_for(scene, figure)
+    answer, thought = f"{figure.place.capitalize()}.", look_for(scene, (ref, figure))
     return _question(rng, "position.ref", answer, _place_words(figure.place), figure, thought, ref=ref)
 
 
@@ -292,7 +290,7 @@ def _relation_is(scene: Scene, rng: np.random.Generator) -> Question | None:
     sides = [side for side in _SIDES if _lies(first[0], side if wanted else opposite[side], second[0])]
     side = one_of(rng, _SIDES[one_of(rng, sides)][1])
     answer = "Yes." if wanted else "No."  # no subject: two things were named, "it" could be either
-    thought = look_for(scene, first[0], second[0])
+    thought = look_for(scene, first[::-1], second[::-1])
     return _question(rng, "relation.is", answer, thought=thought, ref=first[1], side=side, other=second[1])
 
 
@@ -309,7 +307,7 @@ def _relation_what(scene: Scene, rng: np.random.Generator) -> Question | None:
     name = f"{figure.colour} {figure.shape}"
     accepted = (figure.shape, f"{figure.size} {name}")
     answer = f"{articled(name).capitalize()}."
-    thought = look_through(scene, lambda thing: YES if thing == other else NO)
+    thought = look_for(scene, (ref, other))
     side = one_of(rng, _SIDES[side][1])
     return _question(rng, "relation.what", answer, accepted, figure, thought, side=side, other=ref)
 
@@ -318,7 +316,7 @@ def _size_of(scene: Scene, rng: np.random.Generator) -> Question | None:
     if (named := _named(scene, rng)) is None:
         return None
     figure, ref = named
-    answer, thought = f"{figure.size.capitalize()}.", look_for(scene, figure)
+    answer, thought = f"{figure.size.capitalize()}.", look_for(scene, (ref, figure))
     return _question(rng, "size.ref", answer, _SIZE_WORDS[figure.size], figure, thought, ref=ref)
 
 
@@ -331,7 +329,7 @@ def _size_compared(scene: Scene, rng: np.random.Generator) -> Question | None:
     accepted = [f"{figure.colour} {figure.shape}"]
     accepted += [figure.shape] if first[0].shape != second[0].shape else []
     accepted += [figure.colour] if first[0].colour != second[0].colour else []
-    answer, thought = f"{ref.capitalize()}.", look_for(scene, first[0], second[0])
+    answer, thought = f"{ref.capitalize()}.", look_for(scene, first[::-1], second[::-1])
     return _question(rng, form, answer, tuple(accepted), figure, thought, ref=first[1], other=second[1])
 
 
@@ -340,7 +338,7 @@ def _presence(scene: Scene, rng: np.random.Generator) -> Question | None:
     if scene.label and rng.random() < 0.3:
         what = one_of(rng, ("number", "word"))
         is_there = (what == "number") == scene.label.is_number
-        thought = look_through(scene, lambda thing: YES if thing == scene.label and is_there else NO, until=1)
+        thought = look_for(scene, (what, scene.label if is_there else None))
         return _question(rng, "presence.is", "Yes." if is_there else "No.", thought=thought, what=articled(what))
     there = {(f.colour, f.shape) for f in scene.figures}
     shapes = {f.shape for f in scene.figures}
@@ -354,8 +352,8 @@ def _presence(scene: Scene, rng: np.random.Generator) -> Question | None:
         anywhere = [(colour, shape) for colour in COLOURS for shape in SHAPES if (colour, shape) not in there]
         options = [f"{colour} {shape}" for colour, shape in (near if near and rng.random() < 0.5 else anywhere)]
     name = one_of(rng, options)
-    named = {f for f in scene.figures if name in (f.shape, f"{f.colour} {f.shape}")}
-    thought = look_through(scene, lambda thing: YES if thing in named else NO, until=1)
+    named = [figure for figure in scene.figures if name in (figure.shape, f"{figure.colour} {figure.shape}")]
+    thought = look_for(scene, (name, named[0] if named else None))
     return _question(rng, "presence.is", "Yes." if wanted else "No.", thought=thought, what=articled(name))
 
 
