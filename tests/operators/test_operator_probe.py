@@ -157,7 +157,9 @@ def test_the_host_runs_what_the_model_needs_of_it() -> None:
     assert all(result.error <= result.tolerance for result in compared)
     products = [result for result in coverage.results if result.use.flops]
     assert products
-    for result in products:  # how fast they are is the machine's matter; that the share is made of these figures is ours
+    for (
+        result
+    ) in products:  # how fast they are is the machine's matter; that the share is made of these figures is ours
         least = coverage.roofline.least_seconds(result.use)
         assert result.seconds
         assert least
