@@ -57,9 +57,8 @@ class _Run:
         cache = StateCache(
             self.loaded.spec, layers, num_slots=num_slots, max_tokens=40, dtype=self.model.dtype, tp_size=tp
         )
-        for table in (cache.conv, cache.state, cache.latent, cache.keys, cache.values):
-            for values in table.values():
-                values.fill_(float("nan"))  # whatever is read before it was written shows
+        for values in cache.tensors:
+            values.fill_(float("nan"))  # whatever is read before it was written shows
         return cache
 
     def __call__(self, batch: TokenBatch, cache: StateCache | None = None) -> Tensor | None:

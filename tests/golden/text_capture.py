@@ -45,7 +45,7 @@ def capture_prompt(model: Model, token_ids: list[int]) -> dict[str, Tensor]:
         values[f"L{layer_idx}.kda_state"] = state[0]
         values[f"L{layer_idx}.kda_conv"] = cache.conv[layer_idx][0]
     for layer_idx, latent in cache.latent.items():
-        values[f"L{layer_idx}.latent"] = latent[0]
+        values[f"L{layer_idx}.latent"] = latent.dense()[0]
     return values
 
 

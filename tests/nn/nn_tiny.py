@@ -107,9 +107,17 @@ def tiny_model(
     return model.requires_grad_(False)
 
 
-def tiny_cache(model: Model, num_slots: int = 4, max_tokens: int = 80, tp_size: int = 1) -> StateCache:
+def tiny_cache(
+    model: Model, num_slots: int = 4, max_tokens: int = 80, tp_size: int = 1, kv_dtype: str = "auto"
+) -> StateCache:
     return StateCache(
-        model.spec, model.layer_range, num_slots=num_slots, max_tokens=max_tokens, dtype=model.dtype, tp_size=tp_size
+        model.spec,
+        model.layer_range,
+        num_slots=num_slots,
+        max_tokens=max_tokens,
+        dtype=model.dtype,
+        tp_size=tp_size,
+        kv_dtype=kv_dtype,
     )
 
 

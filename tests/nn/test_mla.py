@@ -95,7 +95,7 @@ def test_the_cache_holds_normed_latent_and_raw_shared_key_at_slot_and_position()
         mixer.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
     model(batch_of([(2, 0, ids[:4])]), cache=cache)
     model(batch_of([(2, 4, ids[4:])]), cache=cache)
-    latent = cache.latent[2]
+    latent = cache.latent[2].dense()
     assert torch.equal(latent[2, 4:6, : SPEC.kv_rank], outputs["kv_a_norm"])
     assert torch.equal(latent[2, 4:6, SPEC.kv_rank :], outputs["kv_a_proj"][:, SPEC.kv_rank :])
     assert latent[2, :6].any(-1).all()

@@ -64,9 +64,8 @@ def test_a_mixed_batch_of_decode_steps_and_prefill_chunks_equals_each_alone() ->
 def test_a_slot_that_held_another_sequence_even_nan_gives_a_fresh_start() -> None:
     model, ids = tiny_model(), random_ids(12)
     cache = tiny_cache(model)
-    for table in (cache.conv, cache.state, cache.latent):
-        for values in table.values():
-            values.fill_(float("nan"))
+    for values in cache.tensors:
+        values.fill_(float("nan"))
     found = [model(batch_of([(0, 0, ids[:5])]), cache=cache)]
     found += [model(batch_of([(0, 5 + i, [token])]), cache=cache) for i, token in enumerate(ids[5:])]
     assert_near(torch.cat(found), logits_of(model, ids))

@@ -161,10 +161,9 @@ def test_p11_every_slot_of_every_layer_has_bytes_of_its_own_and_none_beyond_them
     spec, layers = miniature(), range(8)
     cache = StateCache(spec, layers, num_slots=3, max_tokens=10, dtype=torch.bfloat16)
     spans = []
-    for table in (cache.conv, cache.state, cache.latent):
-        for tensor in table.values():
-            size = tensor[0].nbytes
-            spans += [(tensor[slot].data_ptr(), tensor[slot].data_ptr() + size) for slot in range(3)]
+    for tensor in cache.tensors:
+        size = tensor[0].nbytes
+        spans += [(tensor[slot].data_ptr(), tensor[slot].data_ptr() + size) for slot in range(3)]
     spans.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "two slots overlap"
     need = CacheNeed(slots=3, max_tokens=10)

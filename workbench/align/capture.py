@@ -94,10 +94,13 @@ class Capture:
         for name, source in self.sources.items():
             if source.startswith(CACHE_SOURCE):
                 _, table, layer = source.split(".")
-                held: dict[int, Tensor] = getattr(cache, table)
-                if int(layer) in held:
-                    value = held[int(layer)][slot]
-                    found[name] = _copy(value[:num_tokens] if table == "latent" else value)
+                if table == "latent":
+                    if int(layer) in cache.latent:
+                        found[name] = _copy(cache.latent[int(layer)].of_slot(slot, num_tokens))
+                    continue
+                states: dict[int, Tensor] = getattr(cache, table)
+                if int(layer) in states:
+                    found[name] = _copy(states[int(layer)][slot])
         return found
 
     def _hook(self, name: str, steps: list[str]) -> Callable[[Any], None]:

@@ -21,6 +21,7 @@ __all__ = [
     "Commands",
     "Parser",
     "UsageError",
+    "cache_arguments",
     "chosen_layout",
     "command",
     "count",
@@ -79,6 +80,15 @@ def deployment_arguments(
         "--max-tokens-per-sequence",
         type=count,
         help="cache length of one sequence (default 4096, or the model's context where that is shorter)",
+    )
+
+
+def cache_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8", "int8"),
+        default="auto",
+        help="how rows of tokens are cached (default auto: as they are computed; else one byte a value)",
     )
 
 
@@ -143,6 +153,7 @@ def deployment_options(args: argparse.Namespace, *, num_slots: int) -> dict[str,
         "device": args.device or default_device(),
         "num_slots": num_slots,
         "max_tokens": args.max_tokens_per_sequence or min(4096, read_spec(args.path).max_context),
+        "kv_dtype": getattr(args, "kv_cache_dtype", "auto"),
     }
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from workbench.base import RequestError
-from workbench.cli.arguments import Commands, command, count, deploy, deployment_arguments, temperature
+from workbench.cli.arguments import Commands, cache_arguments, command, count, deploy, deployment_arguments, temperature
 from workbench.cli.show import show
 
 
@@ -16,6 +16,7 @@ def add(commands: Commands) -> None:
 
     generate = command(commands, "generate", _generate, "one question, with images, answered by N ranks")
     deployment_arguments(generate)
+    cache_arguments(generate)
     generate.add_argument("text", help="the question")
     generate.add_argument("--image", type=Path, action="append", default=[], help="picture to look at; may be repeated")
     generate.add_argument(

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 
-from workbench.cli.arguments import Commands, chosen_layout, command, count, deploy, deployment_arguments, number
+from workbench.cli.arguments import (
+    Commands,
+    cache_arguments,
+    chosen_layout,
+    command,
+    count,
+    deploy,
+    deployment_arguments,
+    number,
+)
 from workbench.cli.show import show
 
 
@@ -14,6 +23,7 @@ def add(commands: Commands) -> None:
         commands, "invariance", _invariance, "are answers independent of batch, chunks, kept pages and pauses?"
     )
     deployment_arguments(parser)
+    cache_arguments(parser)
     parser.set_defaults(precision="fp32")
     parser.add_argument("--slots", type=count, default=4, help="sequences at once, per replica (default 4)")
     parser.add_argument("--requests", type=count, default=6, help="how many are compared (default 6)")

@@ -32,7 +32,9 @@ def add(commands: Commands) -> None:
         action="append",
         help="how weights are held; may be repeated (default: as published)",
     )
-    plan.add_argument("--kv", choices=("auto", "fp8"), action="append", help="how the cache is held (default auto)")
+    plan.add_argument(
+        "--kv", choices=("auto", "fp8", "int8"), action="append", help="how the cache is held (default auto)"
+    )
     plan.add_argument(
         "--engine", choices=("workbench", "vllm", "sglang"), default="workbench", help="whose memory rules"
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from workbench.cli.arguments import (
     Commands,
     UsageError,
+    cache_arguments,
     chosen_layout,
     command,
     count,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     serve = command(commands, "serve", _serve, "an OpenAI-compatible server over N ranks; Ctrl-C ends it in order")
     deployment_arguments(serve)
+    cache_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
     serve.add_argument("--model-name", help="name that clients ask for (default: name of the folder)")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from workbench.base import RequestError
 from workbench.nn.cache import StateCache
+from workbench.nn.rows import RowTable
 
 __all__ = ["capturing", "read_cache", "to_numpy"]
 
@@ -64,9 +65,10 @@ def read_cache(cache: StateCache, names: Sequence[str]) -> dict[str, np.ndarray]
         _, table, layer, *_ = [*name.split("."), "", ""]
         if table not in CACHE_TABLES or not layer.isdecimal():
             raise RequestError(f"no cache value {name!r}", expected="cache.state.N, cache.conv.N or cache.latent.N")
-        rows: dict[int, Tensor] = getattr(cache, table)
-        if int(layer) in rows:
-            values[name] = to_numpy(rows[int(layer)])
+        held: dict[int, Tensor | RowTable] = getattr(cache, table)
+        if int(layer) in held:
+            rows = held[int(layer)]
+            values[name] = to_numpy(rows if isinstance(rows, Tensor) else rows.dense())
     return values
 
 

@@ -57,6 +57,7 @@ class RankCommands:
         device: str,
         num_slots: int,
         max_tokens: int,
+        kv_dtype: str,
         init_method: str,
         collective_timeout_s: float,
     ) -> LoadReport:
@@ -101,7 +102,9 @@ class RankCommands:
         )
         loaded.model.eval().requires_grad_(False)
         worker.watch(loaded.ctx.log)
-        self._runner = RankRunner(loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens)
+        self._runner = RankRunner(
+            loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype
+        )
         self._loaded = loaded
         print(f"{loaded.ctx}: {loaded.stats.resident_bytes:,} bytes of weights in {loaded.stats.seconds:.1f} s")
         return LoadReport(

@@ -36,7 +36,7 @@ from workbench.serving.steps import (
     StepInput,
     runner_info,
 )
-from workbench.spec import ModelSpec, read_spec, require_runnable
+from workbench.spec import ModelSpec, check_kv_dtype, read_spec, require_runnable
 
 __all__ = ["Deployment", "Timeouts"]
 
@@ -94,6 +94,7 @@ class Deployment:
         device: str = "cpu",
         num_slots: int = 8,
         max_tokens: int = 4096,
+        kv_dtype: str = "auto",
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
         timeouts: Timeouts | None = None,
@@ -102,7 +103,8 @@ class Deployment:
         """Start one worker per rank of `layout` on this machine and load the model onto them.
 
         `device`: "cpu", "auto" (the accelerator where there is one) or a device type. `dtype`: of activations, by torch
-        dtype or its name. `num_slots` sequences of `max_tokens` tokens per replica. `threads` per rank: the cores
+        dtype or its name. `num_slots` sequences of `max_tokens` tokens per replica, whose rows are cached as
+        `kv_dtype` ("auto": in the activation dtype; see `nn.rows`). `threads` per rank: the cores
         divided among them, unless OMP_NUM_THREADS says otherwise. `env` adds variables for the ranks. `on_progress` is
         called in this thread. Raises a rank's own LoadError, CheckpointError, LayoutError, ... with the rank named,
         WorkerDiedError for one that ended, DeploymentError for one that hangs; nothing is left running then.
@@ -112,6 +114,7 @@ class Deployment:
         require_runnable(spec)
         check_layout(spec, layout)
         runner_info(spec, layout, num_slots=num_slots, max_tokens=max_tokens)
+        check_kv_dtype(kv_dtype)
         folder = Path(tempfile.mkdtemp(prefix="workbench-"))  # only its owner may enter
         address, authkey = str(folder / "control.sock"), secrets.token_bytes(32)
         ranks: list[RankProcess] = []
@@ -139,6 +142,7 @@ class Deployment:
             device=device,
             num_slots=num_slots,
             max_tokens=max_tokens,
+            kv_dtype=kv_dtype,
             init_method=f"file://{folder / 'rendezvous'}",
             on_progress=on_progress,
         )
@@ -156,6 +160,7 @@ class Deployment:
         device: str = "auto",
         num_slots: int = 8,
         max_tokens: int = 4096,
+        kv_dtype: str = "auto",
         timeouts: Timeouts | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
         on_listening: Callable[[Address], None] | None = None,
@@ -189,6 +194,7 @@ class Deployment:
             device=device,
             num_slots=num_slots,
             max_tokens=max_tokens,
+            kv_dtype=kv_dtype,
             init_method="env://",
             on_progress=on_progress,
         )

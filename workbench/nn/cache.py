@@ -2,7 +2,8 @@
 
 KDA keeps a state of fixed size and the last inputs of its convolutions; MLA keeps one latent row per token,
 grouped-query attention the key and value of each token and key-value head held here. A layer with a window keeps all of
-them as well: nothing is overwritten before a sequence ends.
+them as well: nothing is overwritten before a sequence ends. Rows may be held in fewer bits than they are computed in
+(`rows.py`); states never are, since what is rounded there is rounded again with every token.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from workbench.base import RequestError
 from workbench.nn.batch import Segments, TokenBatch
 from workbench.nn.rewind import HeldChunks, HeldRows, settle
+from workbench.nn.rows import RowTable, row_format
 from workbench.spec import GQASpec, KDASpec, MLASpec, ModelSpec
 
 __all__ = ["Cache", "Page", "StateCache"]
@@ -70,13 +72,16 @@ class Page:
 
     conv: dict[int, Tensor]
     state: dict[int, Tensor]
-    latent: dict[int, Tensor]  # layer -> (tokens, latent | shared key)
-    keys: dict[int, Tensor]  # layer -> (tokens, G, W)
-    values: dict[int, Tensor]  # layer -> (tokens, G, V)
+    latent: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, latent | shared key), as the cache holds them
+    keys: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, G, W)
+    values: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, G, V)
 
 
 class StateCache:
-    """Contiguous slots for the layers of one stage, as one rank of `tp_size` holds them; no gradients pass through."""
+    """Contiguous slots for the layers of one stage, as one rank of `tp_size` holds them; no gradients pass through.
+
+    `kv_dtype`: how rows of tokens are held, one of `spec.KV_DTYPES`. Raises ConfigError for another.
+    """
 
     def __init__(
         self,
@@ -88,27 +93,30 @@ class StateCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         tp_size: int = 1,
+        kv_dtype: str = "auto",
     ):
         self.num_slots, self.max_tokens = num_slots, max_tokens
         self.device = torch.device(device)
+        self.kv_dtype = kv_dtype
         self._held: list[HeldChunks] = []
         self._holding: Segments | None = None  # of the forward pass that the last of them belongs to
         self.conv: dict[int, Tensor] = {}  # layer -> (slots, 3 of q k v, C, K-1), inputs before the convolution
         self.state: dict[int, Tensor] = {}  # layer -> (slots, H, Dv, Dk) fp32
-        self.latent: dict[int, Tensor] = {}  # layer -> (slots, max_tokens, latent | shared key)
-        self.keys: dict[int, Tensor] = {}  # layer -> (slots, max_tokens, G, W)
-        self.values: dict[int, Tensor] = {}  # layer -> (slots, max_tokens, G, V)
+        self.latent: dict[int, RowTable] = {}  # layer -> (slots, max_tokens, latent | shared key)
+        self.keys: dict[int, RowTable] = {}  # layer -> (slots, max_tokens, G, W)
+        self.values: dict[int, RowTable] = {}  # layer -> (slots, max_tokens, G, V)
+        form = row_format(kv_dtype)
         for layer_idx in layers:
             mixer = spec.layers[layer_idx].mixer
             if isinstance(mixer, MLASpec):
                 shape = (num_slots, max_tokens, mixer.cache_dim)
-                self.latent[layer_idx] = torch.zeros(shape, dtype=dtype, device=device)
+                self.latent[layer_idx] = RowTable(shape, dtype=dtype, device=device, form=form)
                 continue
             if isinstance(mixer, GQASpec):
                 heads = max(1, mixer.num_kv_heads // tp_size)  # ranks beyond the heads share one with a neighbour
                 for table, width in ((self.keys, mixer.head_dim), (self.values, mixer.v_dim)):
                     rows = (num_slots, max_tokens, heads, width)
-                    table[layer_idx] = torch.zeros(rows, dtype=dtype, device=device)
+                    table[layer_idx] = RowTable(rows, dtype=dtype, device=device, form=form)
                 continue
             assert isinstance(mixer, KDASpec)
             heads, dim = mixer.num_heads // tp_size, mixer.head_dim
@@ -119,7 +127,13 @@ class StateCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for table in (*self._states, *self._rows) for x in table.values())
+        return sum(x.nbytes for x in self.tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that memory is taken for; the first dimension is the slots."""
+        states = [x for table in self._states for x in table.values()]
+        return states + [part for tables in self._rows for table in tables.values() for part in table.parts]
 
     @property
     def _states(self) -> tuple[dict[int, Tensor], ...]:
@@ -127,15 +141,14 @@ class StateCache:
         return self.conv, self.state
 
     @property
-    def _rows(self) -> tuple[dict[int, Tensor], ...]:
+    def _rows(self) -> tuple[dict[int, RowTable], ...]:
         """Tables of one row per token."""
         return self.latent, self.keys, self.values
 
     def reset(self, slot: int) -> None:
         """Forget what a slot holds, so that nothing of one sequence can reach the next."""
-        for table in (*self._states, *self._rows):
-            for values in table.values():
-                values[slot].zero_()
+        for values in self.tensors:
+            values[slot].zero_()
         for held in self._held:
             held.spans.pop(slot, None)
         self._drop_settled()
@@ -156,15 +169,14 @@ class StateCache:
     def keep(self, slot: int, start: int, stop: int) -> Page:
         """A copy of tokens [start, stop) of a slot that holds `stop` tokens now."""
         fixed = ({layer: values[slot].clone() for layer, values in table.items()} for table in self._states)
-        rows = ({layer: x[slot, start:stop].clone() for layer, x in table.items()} for table in self._rows)
+        rows = ({layer: x.copy(slot, start, stop) for layer, x in table.items()} for table in self._rows)
         return Page(*fixed, *rows)
 
     def restore(self, slot: int, pages: Sequence[Page]) -> None:
         """Let a slot begin with these pages, as if it had read their tokens. The pages stay as they are."""
-        for name, table in zip(("latent", "keys", "values"), self._rows, strict=True):
-            for layer, values in table.items():
-                rows = torch.cat([getattr(page, name)[layer] for page in pages])
-                values[slot, : len(rows)].copy_(rows)
+        for name, tables in zip(("latent", "keys", "values"), self._rows, strict=True):
+            for layer, rows in tables.items():
+                rows.paste(slot, [getattr(page, name)[layer] for page in pages])
         for table, kept in ((self.conv, pages[-1].conv), (self.state, pages[-1].state)):
             for layer, values in table.items():
                 values[slot].copy_(kept[layer])
@@ -199,23 +211,21 @@ class StateCache:
             self._holding = segments
         self._held[-1].layers[layer_idx] = rows
 
-    @torch.no_grad()
     def append_latent(self, layer_idx: int, slots: Tensor, positions: Tensor, latent: Tensor) -> None:
-        self.latent[layer_idx][slots, positions] = latent
+        self.latent[layer_idx].write(slots, positions, latent)
 
     def latents(self, layer_idx: int, slots: Tensor, num_tokens: int) -> Tensor:
-        return self.latent[layer_idx][slots, :num_tokens]
+        return self.latent[layer_idx].first(slots, num_tokens)
 
     def latent_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
-        return self.latent[layer_idx][slot, :num_tokens]
+        return self.latent[layer_idx].of_slot(slot, num_tokens)
 
-    @torch.no_grad()
     def append_kv(self, layer_idx: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.keys[layer_idx][slots, positions] = keys
-        self.values[layer_idx][slots, positions] = values
+        self.keys[layer_idx].write(slots, positions, keys)
+        self.values[layer_idx].write(slots, positions, values)
 
     def kv(self, layer_idx: int, slots: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer_idx][slots, :num_tokens], self.values[layer_idx][slots, :num_tokens]
+        return self.keys[layer_idx].first(slots, num_tokens), self.values[layer_idx].first(slots, num_tokens)
 
     def kv_view(self, layer_idx: int, slot: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer_idx][slot, :num_tokens], self.values[layer_idx][slot, :num_tokens]
+        return self.keys[layer_idx].of_slot(slot, num_tokens), self.values[layer_idx].of_slot(slot, num_tokens)

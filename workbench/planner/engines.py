@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from workbench.placement import Layout
+from workbench.spec import KV_DTYPES, KV_SCALE_BYTES
 
 if TYPE_CHECKING:
     from workbench.planner.weights import StoredParam
@@ -26,7 +27,8 @@ class Engine:
     table of this project keeps a whole set of experts per replica.
     `fills_pipeline`: sequences are divided into as many groups as there are stages, so that all stages work; without
     it one step passes through the stages one after another.
-    `kv_dtypes`: storage of the latent cache that it offers beyond the activation dtype.
+    `kv_dtypes`: storage of cached rows that it offers beyond the activation dtype; `kv_scale_bytes` of each row of one
+    byte a value.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Engine:
     slices_experts_over_dp: bool = False
     fills_pipeline: bool = False
     kv_dtypes: tuple[str, ...] = ("auto",)
+    kv_scale_bytes: int = 0
     origin: dict[str, str] = field(default_factory=dict)
 
     def local_shape(self, param: StoredParam, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
@@ -53,7 +56,7 @@ class Engine:
         return tuple(local)
 
 
-WORKBENCH = Engine(name="workbench")
+WORKBENCH = Engine(name="workbench", kv_dtypes=KV_DTYPES, kv_scale_bytes=KV_SCALE_BYTES)
 
 VLLM = Engine(
     name="vllm",

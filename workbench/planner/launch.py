@@ -94,8 +94,6 @@ def launch_all(plan: Candidate, topology: Topology, path: str, *, published: str
 
 def launch_workbench(plan: Candidate, topology: Topology, path: str) -> LaunchPlan:
     """Ranks by torchrun on every host, and the handle that drives them in one Python process on the first."""
-    if plan.kv_dtype != "auto":
-        return _refused(WORKBENCH.name, "", f"latents are cached in the activation dtype, not in {plan.kv_dtype}")
     try:
         hosts = _hosts(plan.layout.world_size, topology)
     except LayoutError as error:
@@ -117,12 +115,13 @@ def launch_workbench(plan: Candidate, topology: Topology, path: str) -> LaunchPl
         degrees.append(f"dispatch={layout.dispatch!r}")
     if layout.stages is not None:
         degrees.append(f"stages={layout.stages}")
+    kv = f", kv_dtype={plan.kv_dtype!r}" if plan.kv_dtype != "auto" else ""
     handle = (
         "from pathlib import Path; from workbench import deployment, placement; "
         f"deployment.Deployment.attach(({HEAD!r}, {PORT + 1}), bytes.fromhex(Path('authkey.hex').read_text()), "
         f"{path!r}, "
         f"placement.Layout({', '.join(degrees)}), precision={plan.precision!r}, num_slots={plan.need.slots}, "
-        f"max_tokens={plan.need.max_tokens})"
+        f"max_tokens={plan.need.max_tokens}{kv})"
     )
     notes = (
         "authkey.hex: python -c 'import secrets; print(secrets.token_hex(32))' > authkey.hex; chmod 600; on every host",

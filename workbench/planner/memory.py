@@ -19,7 +19,7 @@ __all__ = ["CacheNeed", "MemoryLedger", "MemoryLine", "Reserve", "activation_ite
 
 Phase = Literal["rest", "load", "serving"]  # always there; only while loading; only while serving
 WINDOW_BYTES = 64 << 20  # the loader's default
-KV_ITEMSIZE = {"fp8": 1, "bf16": 2, "fp32": 4}
+KV_ITEMSIZE = {"fp8": 1, "int8": 1, "bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,14 +137,16 @@ class MemoryLedger:
 class CacheNeed:
     """What a replica's sequences keep, before any split: `slots` sequences of `max_tokens` cached tokens each.
 
-    `kv_dtype` "auto" keeps latents in the activation dtype. `snapshots`: copies of the recurrent state kept per
-    sequence beside the running one, for prefixes that others continue. `page_tokens`: latents are allotted in pages of
-    so many tokens (1: no padding; a contiguous slot is one page of `max_tokens`).
+    `kv_dtype` "auto" keeps rows in the activation dtype; one byte a value brings `kv_scale_bytes` a row. `snapshots`:
+    copies of the recurrent state kept per sequence beside the running one, for prefixes that others continue.
+    `page_tokens`: latents are allotted in pages of so many tokens (1: no padding; a contiguous slot is one page of
+    `max_tokens`).
     """
 
     slots: int
     max_tokens: int
     kv_dtype: str = "auto"
+    kv_scale_bytes: int = 0
     snapshots: int = 0
     page_tokens: int = 1
 
@@ -197,17 +199,19 @@ def cache_need(spec: ModelSpec, layout: Layout, layers: range, need: CacheNeed, 
     Raises UnsupportedModelError for a mixer whose cache is not known.
     """
     kv = KV_ITEMSIZE.get(need.kv_dtype, itemsize)
+    scale = need.kv_scale_bytes if kv == 1 else 0
+    rows = need.slots * need.padded_tokens
     sizes: Counter[str] = Counter()
     for layer_idx in layers:
         mixer = spec.layers[layer_idx].mixer
         if isinstance(mixer, MLASpec):
-            sizes["latent"] += need.slots * need.padded_tokens * mixer.cache_dim * kv
+            sizes["latent"] += rows * (mixer.cache_dim * kv + scale)
             continue
         if isinstance(mixer, GQASpec):
             # Fewer key-value heads than ranks: each rank keeps the one that its query heads share.
             heads = max(1, mixer.num_kv_heads // layout.tp)
             # A layer with a window keeps every token as well.
-            sizes["keys and values"] += need.slots * need.padded_tokens * heads * (mixer.head_dim + mixer.v_dim) * kv
+            sizes["keys and values"] += rows * heads * ((mixer.head_dim + mixer.v_dim) * kv + 2 * scale)
             continue
         if not isinstance(mixer, KDASpec):
             raise UnsupportedModelError(f"the cache of {type(mixer).__name__} is not known here")

@@ -175,7 +175,13 @@ class _Search:
             self._refuse_layout(layout, table.precision, kv_dtype, "engine", reason)
             return None
         slots = -(-self.objective.concurrency // layout.dp)
-        need = CacheNeed(slots=slots, max_tokens=self.objective.context, kv_dtype=kv_dtype, snapshots=self.snapshots)
+        need = CacheNeed(
+            slots=slots,
+            max_tokens=self.objective.context,
+            kv_dtype=kv_dtype,
+            kv_scale_bytes=self.engine.kv_scale_bytes,
+            snapshots=self.snapshots,
+        )
         devices = self.topology.devices[: layout.world_size]
         memories = [device.memory_total for device in devices if device.memory_total is not None]
         capacity = min(memories, key=lambda x: x.value) if memories else None

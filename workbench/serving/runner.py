@@ -21,7 +21,7 @@ from workbench.parallel.vision import encode_images
 from workbench.serving.inputs.images import normalise
 from workbench.serving.sampler import sample_steps
 from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, SequenceStep, StepInput, runner_info
-from workbench.spec import ModelSpec
+from workbench.spec import ModelSpec, check_kv_dtype
 
 __all__ = ["LocalRunner", "RankRunner", "build_batch"]
 
@@ -35,8 +35,11 @@ class RankRunner:
     `is_sampler` says whether this is it.
     """
 
-    def __init__(self, model: Model, ctx: RankContext, *, num_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self, model: Model, ctx: RankContext, *, num_slots: int, max_tokens: int, kv_dtype: str = "auto"
+    ) -> None:
         self.model, self.ctx, self.spec = model, ctx, model.spec
+        self.kv_dtype = kv_dtype
         self.info = runner_info(model.spec, ctx.layout, num_slots=num_slots, max_tokens=max_tokens)
         self.cache = self.new_cache(num_slots, max_tokens)
         self.pipeline = Pipeline(model.spec, ctx, model.dtype)
@@ -53,6 +56,7 @@ class RankRunner:
             dtype=self.model.dtype,
             device=self.ctx.device,
             tp_size=self.ctx.layout.tp,
+            kv_dtype=self.kv_dtype,
         )
 
     @torch.inference_mode()
@@ -241,8 +245,13 @@ class LocalRunner:
         device: torch.device | str = "cpu",
         num_slots: int = 8,
         max_tokens: int = 4096,
+        kv_dtype: str = "auto",
     ) -> LocalRunner:
-        """Load a whole checkpoint into this process. Raises as `load_sharded_weights`."""
+        """Load a whole checkpoint into this process. `kv_dtype`: how rows of tokens are cached, see `nn.rows`.
+
+        Raises as `load_sharded_weights`, and ConfigError for an unknown `kv_dtype`.
+        """
+        check_kv_dtype(kv_dtype)
         loaded = load_sharded_weights(model_path, precision=precision, dtype=dtype, device=device)
         loaded.model.eval().requires_grad_(False)
-        return cls(RankRunner(loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens))
+        return cls(RankRunner(loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype))

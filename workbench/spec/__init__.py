@@ -1,6 +1,7 @@
 """What a model is: `ModelSpec`, the tensors it must be published with, and counts over both."""
 
 from workbench.spec.blocks import BLOCKS, missing_blocks, needed_blocks, require_runnable
+from workbench.spec.cached_rows import KV_DTYPES, KV_SCALE_BYTES, check_kv_dtype
 from workbench.spec.config import read_json
 from workbench.spec.counts import (
     LayerCounts,
@@ -60,6 +61,8 @@ __all__ = [
     "ImageSpec",
     "IndexerSpec",
     "KDASpec",
+    "KV_DTYPES",
+    "KV_SCALE_BYTES",
     "LayerCounts",
     "LayerSpec",
     "LlamaScaling",
@@ -83,6 +86,7 @@ __all__ = [
     "TensorSpec",
     "VisionSpec",
     "YarnSpec",
+    "check_kv_dtype",
     "choose_experts",
     "count_draft",
     "count_model",

@@ -1,0 +1,122 @@
+"""Rows that tokens leave behind, in contiguous slots: as they are, or coded in one byte per value.
+
+    auto   values in the activation dtype
+    fp8    float8 e4m3 values, one scale per row, so that the largest of a row becomes 448
+    int8   integers from -127 to 127, one scale per row
+
+A row is the last dimension: the latent and shared key of a token, or one head's key. A scale is bf16 and rounded up,
+so that no code passes its range: a row of W values takes W + 2 bytes where bf16 takes 2 W. Codes are decoded where rows
+are read; products run in the activation dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.spec import check_kv_dtype
+
+__all__ = ["RowFormat", "RowTable", "decode_rows_reference", "row_format"]
+
+_ROUNDING = 1 + 2**-8  # of a bf16 number, twice over: the nearest of the product is not below the exact scale
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """One-byte codes of `dtype`, the largest being `largest`."""
+
+    name: str
+    dtype: torch.dtype
+    largest: float
+
+    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., W) -> codes (..., W) and scales (...) bf16. A row with NaN decodes to NaN throughout."""
+        values = rows.to(torch.float32)
+        scales = (values.abs().amax(-1) / self.largest * _ROUNDING).to(torch.bfloat16)
+        scales = torch.where(scales == 0, torch.ones_like(scales), scales)  # a row of zeros
+        codes = (values / scales[..., None].to(torch.float32)).clamp(-self.largest, self.largest)
+        return (codes if self.dtype.is_floating_point else codes.round()).to(self.dtype), scales
+
+    def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return (codes.to(torch.float32) * scales[..., None].to(torch.float32)).to(dtype)
+
+
+_FORMATS = {
+    "fp8": RowFormat("fp8", torch.float8_e4m3fn, 448.0),
+    "int8": RowFormat("int8", torch.int8, 127.0),
+}
+
+
+def row_format(kv_dtype: str) -> RowFormat | None:
+    """None for "auto". Raises ConfigError for a name that is none of `spec.KV_DTYPES`."""
+    check_kv_dtype(kv_dtype)
+    return _FORMATS.get(kv_dtype)
+
+
+class RowTable:
+    """(slots, max_tokens, ..., W) rows of `dtype`, held in `form`. No gradients pass through.
+
+    `parts` are what memory is taken for: the rows, or codes and scales. Each has slots and tokens in front.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, form: RowFormat | None = None
+    ) -> None:
+        self.dtype, self.form = dtype, form
+        self.parts: tuple[Tensor, ...] = (torch.zeros(*shape, dtype=form.dtype if form else dtype, device=device),)
+        if form is not None:
+            self.parts += (torch.ones(shape[:-1], dtype=torch.bfloat16, device=device),)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @torch.no_grad()
+    def write(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """Rows (T, ..., W) to (slot, position), both (T,)."""
+        coded = (rows,) if self.form is None else self.form.encode(rows)
+        for part, values in zip(self.parts, coded, strict=True):
+            part[slots, positions] = values
+
+    def first(self, slots: Tensor, num_tokens: int) -> Tensor:
+        """The first rows of each slot, (S, num_tokens, ..., W)."""
+        return self._decoded([part[slots, :num_tokens] for part in self.parts])
+
+    def of_slot(self, slot: int, num_tokens: int) -> Tensor:
+        """The first rows of one slot, (num_tokens, ..., W)."""
+        return self._decoded([part[slot, :num_tokens] for part in self.parts])
+
+    def dense(self) -> Tensor:
+        """All rows, (slots, max_tokens, ..., W)."""
+        return self._decoded(self.parts)
+
+    def copy(self, slot: int, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Tokens [start, stop) of a slot as they are held, for `paste`."""
+        return tuple(part[slot, start:stop].clone() for part in self.parts)
+
+    def paste(self, slot: int, pieces: Sequence[tuple[Tensor, ...]]) -> None:
+        """Copies one behind another, from the slot's first token on."""
+        for part, kept in zip(self.parts, zip(*pieces, strict=True), strict=True):
+            rows = torch.cat(kept)
+            part[slot, : len(rows)].copy_(rows)
+
+    def _decoded(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0] if self.form is None else self.form.decode(*parts, self.dtype)
+
+
+def decode_rows_reference(codes: Tensor, scales: Tensor) -> Tensor:
+    """(T, W) codes and (T,) scales -> (T, W) float64, from the bits of each code."""
+    result = torch.empty(codes.shape, dtype=torch.float64)
+    for row, line in enumerate(codes.view(torch.uint8).tolist()):
+        for column, byte in enumerate(line):
+            if codes.dtype == torch.int8:
+                value = float(byte - 256 if byte > 127 else byte)
+            else:
+                exponent, mantissa = byte >> 3 & 15, byte & 7
+                value = (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa / 8 * 2.0**-6
+                value = -value if byte >> 7 else value
+            result[row, column] = value * float(scales[row])
+    return result
