@@ -46,7 +46,8 @@ def test_a_check_fails_on_a_line_that_counts_and_only_on_those() -> None:
 def test_memory_of_real_ranks_is_predicted_to_the_byte(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", k3_config(num_experts=16, top_k=4))
     layout = Layout(pp=2, stages=(3, 5))
-    with Deployment.start(tmp_path / "model", layout, precision="mxfp4", num_slots=3, max_tokens=96) as deployment:
+    sizes = {"num_slots": 3, "max_tokens": 96, "kv_dtype": "fp8"}
+    with Deployment.start(tmp_path / "model", layout, precision="mxfp4", **sizes) as deployment:
         check = check_deployment(
             deployment,
             machine(2, device_type="cpu"),

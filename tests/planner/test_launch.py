@@ -115,9 +115,13 @@ def test_a_narrow_cache_is_an_option_or_a_refusal() -> None:
     topology = machine(2)
     best = dataclasses.replace(planned(Layout(tp=2, ep=2), topology), kv_dtype="fp8")
     own, vllm, sglang = launch_all(best, topology, "K3")
-    assert "activation dtype" in own.refused
+    assert "kv_dtype='fp8'" in " ".join(own.notes)
     assert options(vllm)["--kv-cache-dtype"] == "fp8"
     assert options(sglang)["--kv-cache-dtype"] == "fp8_e4m3"
+    own, vllm, sglang = launch_all(dataclasses.replace(best, kv_dtype="int8"), topology, "K3")
+    assert own.ok
+    assert "not in int8" in vllm.refused
+    assert "not in int8" in sglang.refused
 
 
 def test_uneven_hosts_are_refused() -> None:

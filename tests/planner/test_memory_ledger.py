@@ -10,7 +10,7 @@ from workbench.nn.cache import StateCache
 from workbench.placement import Layout
 from workbench.planner import CacheNeed, Reserve, read_weight_table, stage_ledger
 from workbench.planner.memory import cache_need, num_groups, request_floor
-from workbench.spec import kv_bytes_per_token, state_bytes_per_sequence
+from workbench.spec import KV_DTYPES, KV_SCALE_BYTES, kv_bytes_per_token, state_bytes_per_sequence
 
 RESERVE = Reserve(other=given(1000, "B"), communicator=given(10, "B"), window_bytes=64)
 
@@ -41,6 +41,16 @@ def test_eight_bit_latents_halve_latents_only() -> None:
     narrow = cache_need(spec, Layout(), range(93), CacheNeed(slots=2, max_tokens=10, kv_dtype="fp8"), 2)
     assert narrow["latent"] * 2 == wide["latent"]
     assert narrow["state"] == wide["state"]
+    scaled = CacheNeed(slots=2, max_tokens=10, kv_dtype="int8", kv_scale_bytes=2)
+    assert cache_need(spec, Layout(), range(93), scaled, 2)["latent"] == narrow["latent"] + 2 * 10 * 24 * 2
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_cached_rows_are_counted_as_they_are_allocated(kv_dtype: str) -> None:
+    spec, layers = miniature(), range(8)
+    cache = StateCache(spec, layers, num_slots=3, max_tokens=10, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    need = CacheNeed(slots=3, max_tokens=10, kv_dtype=kv_dtype, kv_scale_bytes=KV_SCALE_BYTES)
+    assert cache.num_bytes == sum(cache_need(spec, Layout(), layers, need, 2).values())
 
 
 def test_pages_round_tokens_up_and_snapshots_copy_the_state() -> None:

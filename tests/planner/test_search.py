@@ -181,13 +181,13 @@ def test_another_precision_is_searched_only_when_asked_for() -> None:
 
 def test_a_narrow_cache_is_refused_where_the_engine_has_none() -> None:
     objective = Objective(context=256, concurrency=4)
-    own = search(miniature(), machine(2), objective, reserve=SMALL, kv_dtypes=("auto", "fp8"))
-    assert {x.kind for x in own.refused if x.kv_dtype == "fp8"} == {"divisibility", "engine"} or all(
-        "activation dtype" in x.reason for x in own.refused if x.kv_dtype == "fp8" and x.kind == "engine"
-    )
-    assert not any(x.kv_dtype == "fp8" for x in own.candidates)
-    other = search(miniature(), machine(2), objective, reserve=SMALL, kv_dtypes=("auto", "fp8"), engine=VLLM)
-    assert any(x.kv_dtype == "fp8" for x in (*other.candidates, *other.uncosted))
+    kinds = ("auto", "fp8", "int8")
+    own = search(miniature(), machine(2), objective, reserve=SMALL, kv_dtypes=kinds)
+    assert {x.kv_dtype for x in (*own.candidates, *own.uncosted)} == set(kinds)
+    other = search(miniature(), machine(2), objective, reserve=SMALL, kv_dtypes=kinds, engine=VLLM)
+    assert {x.kv_dtype for x in (*other.candidates, *other.uncosted)} == {"auto", "fp8"}
+    reasons = {x.reason for x in other.refused if x.kv_dtype == "int8" and x.kind == "engine"}
+    assert reasons == {"vllm keeps its cache as auto, fp8, not in int8"}
 
 
 def test_links_that_nobody_knows_are_a_refusal_not_a_guess() -> None:

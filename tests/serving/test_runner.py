@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from serving_fakes import byte_tokenizer
 
-from workbench.base import LayoutError, RequestError
+from workbench.base import ConfigError, LayoutError, RequestError
 from workbench.parallel import single_context
 from workbench.placement import Layout
 from workbench.serving import (
@@ -188,6 +188,8 @@ def test_sizes_beyond_the_model_are_refused(root):
         runner_info(spec, Layout(), num_slots=1, max_tokens=spec.max_context + 1)
     with pytest.raises(RequestError, match="at least one slot"):
         runner_info(spec, Layout(), num_slots=0, max_tokens=5)
+    with pytest.raises(ConfigError, match="auto, fp8, int8"):
+        runner_info(spec, Layout(), num_slots=1, max_tokens=5, kv_dtype="fp4")
 
 
 def test_a_local_runner_refuses_a_rank_of_a_larger_layout(runner):

@@ -25,6 +25,11 @@ def add(commands: Commands) -> None:
     exam.add_argument("--control", choices=CHOICES, default="both", help="ask again without the picture (default both)")
     exam.add_argument("--precision", choices=PRECISIONS, default="mxfp4", help="how weights are held (default mxfp4)")
     exam.add_argument(
+        "--activations",
+        choices=("float32", "bfloat16"),
+        help="what is computed in (default: as the precision says; a processor without bf16 units is slow in it)",
+    )
+    exam.add_argument(
         "--against",
         type=Path,
         metavar="RUN",
@@ -44,6 +49,7 @@ def _exam(args: argparse.Namespace) -> int:
         per_kind=args.per_kind,
         num_facts=args.facts,
         precision=args.precision,
+        activations=args.activations,
         controls=[name for name in CONTROLS if args.control in (name, "both")],
         against=args.against,
         device=args.device or default_device(),

@@ -36,7 +36,7 @@ from workbench.serving.steps import (
     StepInput,
     runner_info,
 )
-from workbench.spec import ModelSpec, check_kv_dtype, read_spec, require_runnable
+from workbench.spec import ModelSpec, read_spec, require_runnable
 
 __all__ = ["Deployment", "Timeouts"]
 
@@ -113,8 +113,7 @@ class Deployment:
         spec = read_spec(model_path)
         require_runnable(spec)
         check_layout(spec, layout)
-        runner_info(spec, layout, num_slots=num_slots, max_tokens=max_tokens)
-        check_kv_dtype(kv_dtype)
+        runner_info(spec, layout, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype)
         folder = Path(tempfile.mkdtemp(prefix="workbench-"))  # only its owner may enter
         address, authkey = str(folder / "control.sock"), secrets.token_bytes(32)
         ranks: list[RankProcess] = []

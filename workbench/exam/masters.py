@@ -17,9 +17,12 @@ from workbench.training.export import load_whole
 __all__ = ["load_masters"]
 
 
-def load_masters(run: Path | str, spec: ModelSpec, ctx: RankContext) -> tuple[Model, int]:
-    """The newest sound state of the run in folder `run`, every weight in bf16 and none in MXFP4, and its step.
+def load_masters(
+    run: Path | str, spec: ModelSpec, ctx: RankContext, *, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Model, int]:
+    """The newest sound state of the run in folder `run`, every weight a bf16 number and none in MXFP4, and its step.
 
+    `dtype`: what the model computes in; float32 holds the same bf16 weights.
     Raises ConfigError where the folder holds no recipe, CheckpointError where it holds no sound state or one of another
     model than `spec`.
     """
@@ -30,11 +33,13 @@ def load_masters(run: Path | str, spec: ModelSpec, ctx: RankContext) -> tuple[Mo
         raise CheckpointError("no saved state to compare with", where=run)
     if config.spec() != spec:
         raise CheckpointError("a run of another model", where=run, found=config.name)
-    model = build_stage(spec, ctx.layout, ctx.rank, precision="bf16")
+    # What a bf16 model keeps in float32, such as the router's correction, is not rounded here either.
+    stored = {name: x.dtype for name, x in build_stage(spec, ctx.layout, ctx.rank).named_parameters()}
+    model = build_stage(spec, ctx.layout, ctx.rank, dtype=dtype)
     model.to_empty(device=ctx.device)
     whole = load_whole(spec, state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(whole[name])
+            parameter.copy_(whole[name].to(stored[name]))
     attach(model, ctx)
     return model, state.step

@@ -36,6 +36,7 @@ from workbench.training.data.score import BlindGuesser, ScoreTable, score
 
 __all__ = ["run_exam"]
 
+ACTIVATIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUM_TRAINING_QUESTIONS = 400  # of each kind, from which the blind guesser learns what is usual
 WITHOUT_PICTURE = {"blank": with_blank_pictures, "shuffled": with_shuffled_pictures}
 
@@ -46,6 +47,7 @@ def run_exam(
     per_kind: int = 100,
     num_facts: int | None = None,
     precision: str = "mxfp4",
+    activations: str | None = None,
     controls: Sequence[Control] = CONTROLS,
     against: Path | str | None = None,
     device: str | None = None,
@@ -53,9 +55,10 @@ def run_exam(
 ) -> ExamReport:
     """`per_kind` held-out questions of each kind about pictures, and `num_facts` about facts (None: every phrasing).
 
-    `precision` is how the weights are held, as in `load_sharded_weights`. `against`: the folder of the training run
-    that this checkpoint was exported from; its weights before rounding, in bf16, answer the same questions. `say` gets
-    a line per round. One process does it all. Raises as `load_sharded_weights`, `read_tokenizer` and `load_masters`
+    `precision` is how the weights are held, as in `load_sharded_weights`, and `activations` what is computed in
+    ("float32", "bfloat16"; None: as `precision` says). `against`: the folder of the training run that this checkpoint
+    was exported from; its weights before rounding, in bf16, answer the same questions with the same activations. `say`
+    gets a line per round. One process does it all. Raises as `load_sharded_weights`, `read_tokenizer` and `load_masters`
     do, ConfigError for a model that takes no pictures, and CheckpointError where `against` has gone on training since
     the export.
     """
@@ -64,7 +67,8 @@ def run_exam(
     if spec.vision is None or spec.image is None:
         raise ConfigError("the exam is about pictures, and this model takes none", where=root)
     tokenizer = read_tokenizer(root, spec)  # before the weights, which may take an hour
-    loaded = load_sharded_weights(root, precision=precision, device=device)
+    dtype = None if activations is None else ACTIVATIONS[activations]
+    loaded = load_sharded_weights(root, precision=precision, dtype=dtype, device=device)
     with _quick_arithmetic():
         try:
             pictures = picture_exam(per_kind)
@@ -85,7 +89,7 @@ def run_exam(
             }
             paired: tuple[PairedMarks, ...] = ()
             if against is not None:
-                masters, step = load_masters(against, loaded.spec, loaded.ctx)
+                masters, step = load_masters(against, loaded.spec, loaded.ctx, dtype=loaded.model.dtype)
                 _check_same_step(root, Path(against), step)
                 paired = _pair(items, replies, asker.ask(masters, items, "held-out questions, weights before rounding"))
         finally:

@@ -170,7 +170,8 @@ class StateCache:
         """A copy of tokens [start, stop) of a slot that holds `stop` tokens now."""
         fixed = ({layer: values[slot].clone() for layer, values in table.items()} for table in self._states)
         rows = ({layer: x.copy(slot, start, stop) for layer, x in table.items()} for table in self._rows)
-        return Page(*fixed, *rows)
+        (conv, state), (latent, keys, values) = fixed, rows
+        return Page(conv=conv, state=state, latent=latent, keys=keys, values=values)
 
     def restore(self, slot: int, pages: Sequence[Page]) -> None:
         """Let a slot begin with these pages, as if it had read their tokens. The pages stay as they are."""

@@ -104,7 +104,10 @@ class RowTable:
             part[slot, : len(rows)].copy_(rows)
 
     def _decoded(self, parts: Sequence[Tensor]) -> Tensor:
-        return parts[0] if self.form is None else self.form.decode(*parts, self.dtype)
+        if self.form is None:
+            return parts[0]
+        codes, scales = parts
+        return self.form.decode(codes, scales, self.dtype)
 
 
 def decode_rows_reference(codes: Tensor, scales: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from workbench.base import Cell, Quantity, Table, human
 from workbench.placement import Layout
 from workbench.planner.cost import Efficiency, OperatorSeconds, StepCost, stage_cost, step_cost
+from workbench.planner.engines import WORKBENCH
 from workbench.planner.inventories import InventoryBook, TraceInventory
 from workbench.planner.memory import CacheNeed, Reserve, stage_ledger
 from workbench.planner.objective import Objective
@@ -174,7 +175,12 @@ def check_memory(deployment: Deployment, *, precision: str) -> tuple[CheckLine, 
     """
     spec, layout, info = deployment.spec, deployment.layout, deployment.info
     table = read_weight_table(spec, precision)
-    need = CacheNeed(slots=info.num_slots, max_tokens=info.max_tokens)
+    need = CacheNeed(
+        slots=info.num_slots,
+        max_tokens=info.max_tokens,
+        kv_dtype=info.kv_dtype,
+        kv_scale_bytes=WORKBENCH.kv_scale_bytes,
+    )
     reserve = Reserve.for_device("cpu")
     lines: list[CheckLine] = []
     for stats, load in zip(deployment.stats(), deployment.load_stats, strict=True):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from workbench.base import LayoutError, Table
 from workbench.planner.candidates import Candidate
-from workbench.planner.engines import SGLANG, VLLM, WORKBENCH
+from workbench.planner.engines import SGLANG, VLLM, WORKBENCH, Engine
 
 if TYPE_CHECKING:
     from workbench.cluster.topology import Topology
@@ -130,11 +130,17 @@ def launch_workbench(plan: Candidate, topology: Topology, path: str) -> LaunchPl
     return LaunchPlan(engine=WORKBENCH.name, version="", commands=tuple(commands), notes=notes)
 
 
+def _check_cache(plan: Candidate, engine: Engine) -> None:
+    if plan.kv_dtype not in engine.kv_dtypes:
+        raise LayoutError(f"its cache is kept as {', '.join(engine.kv_dtypes)}, not in {plan.kv_dtype}")
+
+
 def launch_vllm(plan: Candidate, topology: Topology, path: str, *, published: str = "mxfp4") -> LaunchPlan:
     """`vllm serve`. Its replicas are outermost (each holds all stages), ours are inside a stage: same memory per rank,
     other neighbours."""
     layout = plan.layout
     try:
+        _check_cache(plan, VLLM)
         options = _precision(plan, published, VLLM.name, {"fp8": ["--quantization", "fp8"]})
         if layout.ep not in (1, layout.tp * layout.dp):
             raise LayoutError(f"expert parallelism spans all {layout.tp * layout.dp} ranks of a stage or none")
@@ -177,6 +183,7 @@ def launch_sglang(plan: Candidate, topology: Topology, path: str, *, published: 
     """`python -m sglang.launch_server`. With attention replicas its tp counts all ranks of a stage."""
     layout = plan.layout
     try:
+        _check_cache(plan, SGLANG)
         options = _precision(plan, published, SGLANG.name, {"fp8": ["--quantization", "fp8"]})
         hosts = _hosts(layout.world_size, topology)
         spans = layout.ep > layout.tp

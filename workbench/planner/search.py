@@ -171,7 +171,7 @@ class _Search:
 
     def _fit(self, table: WeightTable, layout: Layout, kv_dtype: str) -> Candidate | None:
         if kv_dtype not in self.engine.kv_dtypes:
-            reason = f"{self.engine.name} keeps its cache in the activation dtype only, not in {kv_dtype}"
+            reason = f"{self.engine.name} keeps its cache as {', '.join(self.engine.kv_dtypes)}, not in {kv_dtype}"
             self._refuse_layout(layout, table.precision, kv_dtype, "engine", reason)
             return None
         slots = -(-self.objective.concurrency // layout.dp)

@@ -39,8 +39,7 @@ class RankRunner:
         self, model: Model, ctx: RankContext, *, num_slots: int, max_tokens: int, kv_dtype: str = "auto"
     ) -> None:
         self.model, self.ctx, self.spec = model, ctx, model.spec
-        self.kv_dtype = kv_dtype
-        self.info = runner_info(model.spec, ctx.layout, num_slots=num_slots, max_tokens=max_tokens)
+        self.info = runner_info(model.spec, ctx.layout, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype)
         self.cache = self.new_cache(num_slots, max_tokens)
         self.pipeline = Pipeline(model.spec, ctx, model.dtype)
         self.features: dict[str, Tensor] = {}  # image key -> (tokens, D), on the first stage
@@ -56,7 +55,7 @@ class RankRunner:
             dtype=self.model.dtype,
             device=self.ctx.device,
             tp_size=self.ctx.layout.tp,
-            kv_dtype=self.kv_dtype,
+            kv_dtype=self.info.kv_dtype,
         )
 
     @torch.inference_mode()

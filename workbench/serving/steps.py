@@ -15,7 +15,7 @@ import numpy as np
 from workbench.base import RequestError, WorkbenchError
 from workbench.placement import Layout
 from workbench.serving.requests import SamplingParams
-from workbench.spec import ModelSpec
+from workbench.spec import ModelSpec, check_kv_dtype
 
 __all__ = [
     "Draft",
@@ -108,7 +108,10 @@ class SampledToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerInfo:
-    """What the engine must know of a runner. Each replica holds `num_slots` sequences of `max_tokens` cached tokens."""
+    """What the engine must know of a runner. Each replica holds `num_slots` sequences of `max_tokens` cached tokens.
+
+    `kv_dtype`: how rows of tokens are held there, one of `spec.KV_DTYPES`.
+    """
 
     dp: int
     num_slots: int
@@ -116,6 +119,7 @@ class RunnerInfo:
     vocab_size: int
     has_vision: bool
     stop_ids: tuple[int, ...] = ()  # tokens with which the model ends its answer
+    kv_dtype: str = "auto"
 
 
 @runtime_checkable
@@ -129,8 +133,14 @@ class Recovering(Protocol):
         """
 
 
-def runner_info(spec: ModelSpec, layout: Layout, *, num_slots: int, max_tokens: int) -> RunnerInfo:
-    """What the engine may count on. Raises RequestError for a size below 1 or beyond the model's context."""
+def runner_info(
+    spec: ModelSpec, layout: Layout, *, num_slots: int, max_tokens: int, kv_dtype: str = "auto"
+) -> RunnerInfo:
+    """What the engine may count on.
+
+    Raises RequestError for a size below 1 or beyond the model's context, ConfigError for an unknown `kv_dtype`.
+    """
+    check_kv_dtype(kv_dtype)
     if num_slots < 1 or not 1 <= max_tokens <= spec.max_context:
         raise RequestError(
             f"num_slots={num_slots}, max_tokens={max_tokens}",
@@ -143,6 +153,7 @@ def runner_info(spec: ModelSpec, layout: Layout, *, num_slots: int, max_tokens: 
         vocab_size=spec.vocab_size,
         has_vision=spec.vision is not None,
         stop_ids=(spec.tokens.eos,),
+        kv_dtype=kv_dtype,
     )
 
 
