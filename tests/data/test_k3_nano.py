@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -12,10 +13,14 @@ from workbench.checkpoint import audit
 from workbench.exam.record import TARGETS, read_exam
 from workbench.exam.trained import is_trained_here
 from workbench.serving import LocalRunner, MultimodalInferenceService, open_service
+from workbench.serving.inputs import Message, read_tokenizer, render_chat
 from workbench.serving.open import thinks_first
 from workbench.spec import count_model, read_spec
+from workbench.training.answers import MAX_NEW_TOKENS
 from workbench.training.config import read_config
 from workbench.training.data.exam import ExamItem
+from workbench.training.data.questions import ask, kinds_of
+from workbench.training.data.scenes import make_scene
 from workbench.training.data.score import is_right
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -86,6 +91,19 @@ def test_it_answers_about_held_out_scenes_and_not_without_them(service: Multimod
 
 def test_it_explains_the_workbench(service: MultimodalInferenceService) -> None:
     assert "matri" in service.infer("What is tensor parallelism?").text
+
+
+def test_every_thought_and_answer_fits_into_the_tokens_that_are_asked_for() -> None:
+    tokenizer, rng = read_tokenizer(MODEL, read_spec(MODEL)), np.random.default_rng(3)
+    longest = 0
+    for _ in range(400):
+        scene = make_scene(rng, kind="figures")
+        for kind in kinds_of(scene):
+            if (question := ask(scene, kind, rng)) is not None:
+                said = Message("assistant", question.answer, thinking=question.thought)
+                with_it, opening = (render_chat(m, tokenizer, thinking=True).token_ids for m in ([said], []))
+                longest = max(longest, len(with_it) - len(opening))
+    assert 100 < longest <= MAX_NEW_TOKENS
 
 
 def test_it_thinks_where_it_must_search_and_says_what_it_saw(service: MultimodalInferenceService) -> None:

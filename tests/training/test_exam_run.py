@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import give_tokenizer, write_recipe
 
 from workbench.base import CheckpointError, ConfigError
 from workbench.cli import main
 from workbench.exam import run as exam_run
+from workbench.exam.masters import load_masters
 from workbench.exam.record import EXAM_NAME, ExamReport, LayerLoad, read_exam
 from workbench.exam.run import run_exam
+from workbench.parallel import single_context
 from workbench.serving.open import thinks_first
 from workbench.spec import read_spec
 from workbench.training.data.exam import ExamItem
@@ -25,6 +28,7 @@ from workbench.training.launch import train
 
 Answer = Callable[[ExamItem], str]
 NUM_PICTURE_KINDS = 11
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +109,11 @@ def test_masters_answer_the_same_questions_and_the_loss_is_paired(out: Path, mon
 
 def test_a_real_model_is_examined_and_its_record_is_read_back(out: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    report = run_exam(out / "model", per_kind=2, num_facts=3, against=out, device="cpu", say=said.append)
+    report = run_exam(
+        out / "model", per_kind=2, num_facts=3, activations="float32", against=out, device="cpu", say=said.append
+    )
     assert len(said) == 4
+    assert (report.settings["precision"], report.settings["activations"]) == ("mxfp4", "float32")
     assert {mark.kind for mark in report.exam.marks} >= {"shape", "colour", "digit", "word", "caption", "fact"}
     assert [mark.num for mark in report.exam.marks if mark.kind == "fact"] == [3]
     assert set(report.controls) == {"blank", "shuffled"}
@@ -118,6 +125,15 @@ def test_a_real_model_is_examined_and_its_record_is_read_back(out: Path, tmp_pat
     for table in (*report.tables(), *again.tables()):
         assert table.render()
     assert "<table" in report._repr_html_()
+
+
+def test_weights_before_rounding_are_the_same_numbers_in_either_arithmetic(out: Path) -> None:
+    spec, ctx = read_spec(out / "model"), single_context()
+    wide, narrow = (dict(load_masters(out, spec, ctx, dtype=x)[0].named_parameters()) for x in DTYPES)
+    assert {x.dtype for x in wide.values()} == {torch.float32}
+    assert {x.dtype for x in narrow.values()} == {torch.float32, torch.bfloat16}
+    assert wide.keys() == narrow.keys()
+    assert all(torch.equal(wide[name], narrow[name].float()) for name in wide)
 
 
 def test_command_keeps_the_record_and_its_exit_code_is_the_verdict(

@@ -58,9 +58,9 @@ def run_exam(
     `precision` is how the weights are held, as in `load_sharded_weights`, and `activations` what is computed in
     ("float32", "bfloat16"; None: as `precision` says). `against`: the folder of the training run that this checkpoint
     was exported from; its weights before rounding, in bf16, answer the same questions with the same activations. `say`
-    gets a line per round. One process does it all. Raises as `load_sharded_weights`, `read_tokenizer` and `load_masters`
-    do, ConfigError for a model that takes no pictures, and CheckpointError where `against` has gone on training since
-    the export.
+    gets a line per round. One process does it all. Raises as `load_sharded_weights`, `read_tokenizer` and
+    `load_masters` do, ConfigError for a model that takes no pictures, and CheckpointError where `against` has gone on
+    training since the export.
     """
     began, root, tell = time.perf_counter(), Path(root), say or (lambda line: None)
     spec = read_spec(root)
