@@ -35,7 +35,7 @@ day0: setup      ## acceptance run of MODEL on RANKS, report in OUT
 	$(BIN)/workbench day0 $(MODEL) --ranks $(RANKS) --out $(OUT)
 
 test: setup browser  ## everything but the slow suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=40 --durations-min=5 -m "not slow"
 
 test-slow: setup browser  ## the slow suite alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
