@@ -1,9 +1,7 @@
-# Every target sets up a fresh machine by itself. PYTHON picks the interpreter, MODEL (for
-# the chat: CHAT) and RANKS the deployment.
+# Every target sets up a fresh machine by itself. PYTHON picks the interpreter, MODEL and RANKS the deployment.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
-MODEL  ?= data/k3-tiny
-CHAT   ?= data/k3-nano
+MODEL  ?= data/k3-nano
 RANKS  ?= 2
 OUT    ?= out/day0
 BIN    := $(VENV)/bin
@@ -47,7 +45,7 @@ lab: setup       ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
 
 chat: setup      ## chat with text and images in the browser
-	$(BIN)/python -m apps.chat --model $(CHAT) --ranks $(RANKS)
+	$(BIN)/python -m apps.chat --model $(MODEL) --ranks $(RANKS)
 
 lint: setup      ## ruff and mypy
 	$(BIN)/ruff check .
