@@ -68,3 +68,12 @@ def test_every_stage_every_phase_and_a_picture_are_looked_at_cheaply(monkeypatch
     assert (gate.status, gate.value) == ("pass", 0)
     assert asked["phases"] == ["prefill", "prefill", "decode", "decode", "vision"]
     assert (asked["each_shape"], asked["roofline"], asked["device"]) == (False, False, "card")
+
+
+def test_a_coverage_that_was_taken_elsewhere_is_judged_alike() -> None:
+    gates = GateBook()
+    found = Coverage(device="card:0", device_name="card", taken_at="now", results=(), roofline=Roofline())
+    gate = operators.judge_coverage(gates, found)
+    assert gates.found("operators.coverage") == gate
+    assert (gate.status, gate.value) == ("pass", 0)
+    assert gate.evidence.startswith("0 operators in 0 shapes tried on card:0")

@@ -242,7 +242,7 @@ def test_p15_a_tower_whose_heads_do_not_divide_is_shared_out_by_pictures(tp: int
 def test_p17_capacity_is_asked_of_the_hardware_at_hand(hardware: str, devices: int, fits: bool) -> None:
     found = read_hardware(hardware)
     topology = Topology.of_hardware(found, devices)
-    reserve = Reserve.for_device(found.device_type, found.memory, found.reserved_share)
+    reserve = Reserve.for_hardware(found)
     report = search(published(), topology, Objective(context=8192, concurrency=4), reserve=reserve)
     assert report.ok == fits, report.explain()
     if not fits:

@@ -10,7 +10,7 @@ from workbench.checkpoint.index import INDEX_NAME, ShardIndex, find_index, read_
 from workbench.checkpoint.inspect import InspectReport, inspect_checkpoint
 from workbench.checkpoint.origin import ORIGIN_NAME, Origin, read_origin
 from workbench.checkpoint.synthetic import write_checkpoint
-from workbench.checkpoint.synthetic_config import F0, F1, F2, Sizes, k3_config, preprocessor_config
+from workbench.checkpoint.synthetic_config import F0, F1, F2, K3, Sizes, k3_config, preprocessor_config
 from workbench.checkpoint.unknown import UnknownReport, inspect_unknown
 from workbench.checkpoint.writer import encode_array, to_bf16, write_index, write_shard
 
@@ -20,6 +20,7 @@ __all__ = [
     "F2",
     "GHOST_NAME",
     "INDEX_NAME",
+    "K3",
     "ORIGIN_NAME",
     "AuditReport",
     "Checkpoint",

@@ -1,4 +1,5 @@
-"""Config files of K3's form for models of any size, and the three sets of sizes that tests and demonstrations use."""
+"""Config files of K3's form for models of any size: the published sizes, and three small sets for tests and
+demonstrations."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import TypedDict
 
 from workbench.spec import SpecialTokens
 
-__all__ = ["F0", "F1", "F2", "Sizes", "k3_config", "preprocessor_config"]
+__all__ = ["F0", "F1", "F2", "K3", "Sizes", "k3_config", "preprocessor_config"]
 
 
 class Sizes(TypedDict, total=False):
@@ -120,6 +121,39 @@ F2 = Sizes(
     vision_width=64,
     vision_qkv_width=64,
     vision_ffn_width=64,
+)
+
+# Kimi K3 as published: every field of its config.json that a size depends on.
+K3 = Sizes(
+    num_layers=93,
+    full_attn_layers=(*range(4, 93, 4), 93),
+    num_dense_layers=1,
+    residual_block=12,
+    hidden_size=7168,
+    vocab_size=163840,
+    max_context=1 << 20,
+    dense_width=33792,
+    kda_heads=96,
+    kda_head_dim=128,
+    conv_size=4,
+    mla_heads=96,
+    q_rank=1536,
+    kv_rank=512,
+    nope_dim=128,
+    rope_dim=64,
+    v_dim=128,
+    num_experts=896,
+    top_k=16,
+    expert_width=3072,
+    latent_dim=3584,
+    num_shared=2,
+    vision_layers=27,
+    vision_heads=12,
+    vision_width=1024,
+    vision_qkv_width=1536,
+    vision_ffn_width=4096,
+    grid_height=64,
+    grid_width=64,
 )
 
 

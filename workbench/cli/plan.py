@@ -89,5 +89,4 @@ def _machines(args: argparse.Namespace) -> tuple[Topology, Reserve | None]:
         raise UsageError("name the machines: --hardware NAME --devices N, or --topology FILE")
     hardware = read_hardware(args.hardware)
     topology = Topology.of_hardware(hardware, args.devices or hardware.devices_per_node)
-    share = hardware.reserved_share
-    return topology, Reserve.for_device(hardware.device_type, hardware.memory, share)
+    return topology, Reserve.for_hardware(hardware)

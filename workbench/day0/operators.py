@@ -9,11 +9,11 @@ from workbench.day0.prompts import draw_pictures
 from workbench.operators import STATUSES, Coverage, Inventory, Workload, probe_operators
 from workbench.operators.trace import trace_inventory, trace_vision
 from workbench.placement import Layout
-from workbench.report import Section
+from workbench.report import Gate, Section
 from workbench.serving import ImageProcessor
 from workbench.spec import ModelSpec
 
-__all__ = ["measure_coverage"]
+__all__ = ["judge_coverage", "measure_coverage"]
 
 PROMPT_TOKENS = 96  # more than one chunk of linear attention, and no multiple of it
 NUM_SEQUENCES = 2
@@ -37,15 +37,22 @@ def measure_coverage(
     """
     inventories = _inventories(spec, layout, precision)
     coverage = probe_operators(inventories, device, roofline=False, each_shape=False, time_limit_s=PROBE_SECONDS)
-    lines = _gap_lines(coverage)
-    num_operators = len({result.use.name for result in coverage.results})
-    tried = f"{num_operators} operators in {len(coverage.results)} kinds of dtypes tried on {device}"
-    evidence = "; ".join(lines) or f"{tried}: each there, on the device, right within rounding"
-    gates.measured("operators.coverage", len(lines), evidence=evidence)
+    tried = _tried(coverage, "kinds of dtypes")
+    judge_coverage(gates, coverage, each="kinds of dtypes")
     passes = f"What a rank of {layout} runs in a prefill, a decode step" + (" and a picture" if spec.vision else "")
     text = f"{passes}, traced from the model itself; {tried}, each against float64 on the host."
     sections.append(Section(title="Operators", text=text, tables=coverage.tables()))
-    say(f"operators: {tried}" + "".join(f"\n  {line}" for line in lines))
+    say(f"operators: {tried}" + "".join(f"\n  {line}" for line in _gap_lines(coverage)))
+
+
+def judge_coverage(gates: GateBook, coverage: Coverage, *, each: str = "shapes") -> Gate:
+    """Enter the gate `operators.coverage`: the number of operators, by name, with a gap of any kind, each as evidence.
+
+    `each` says what an operator was tried with. Raises ValueError where the gate has its value already.
+    """
+    lines = _gap_lines(coverage)
+    evidence = "; ".join(lines) or f"{_tried(coverage, each)}: each there, on the device, right within rounding"
+    return gates.measured("operators.coverage", len(lines), evidence=evidence)
 
 
 def _inventories(spec: ModelSpec, layout: Layout, precision: str) -> list[Inventory]:
@@ -63,6 +70,11 @@ def _inventories(spec: ModelSpec, layout: Layout, precision: str) -> list[Invent
         grid = ImageProcessor(spec.image).process(draw_pictures()[0]).grid
         found.append(trace_vision(spec, layout, grid, precision=precision))
     return found
+
+
+def _tried(coverage: Coverage, each: str) -> str:
+    num_operators = len({result.use.name for result in coverage.results})
+    return f"{num_operators} operators in {len(coverage.results)} {each} tried on {coverage.device}"
 
 
 def _gap_lines(coverage: Coverage) -> list[str]:

@@ -159,7 +159,7 @@ class Coverage:
     device: str
     device_name: str
     taken_at: str
-    results: tuple[OperatorResult, ...]
+    results: tuple[OperatorResult, ...] = field(repr=False)  # hundreds of entries
     roofline: Roofline
     _seconds: dict[tuple[object, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from workbench.base import Cell, ConfigError, Table, human
@@ -174,8 +174,8 @@ class Inventory:
     stage: int
     precision: str
     workload: Workload
-    operators: tuple[OperatorUse, ...]
-    collectives: tuple[CollectiveUse, ...]
+    operators: tuple[OperatorUse, ...] = field(repr=False)  # hundreds of entries, as the next
+    collectives: tuple[CollectiveUse, ...] = field(repr=False)
     activation_peak_bytes: int
     layer_peaks: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from workbench.base import LayoutError, Quantity, human
@@ -48,13 +48,13 @@ class Candidate:
     vision: str
     objective: Objective
     need: CacheNeed
-    ledgers: tuple[MemoryLedger, ...]
+    ledgers: tuple[MemoryLedger, ...] = field(repr=False)
     request_floor: int
     bound_s: float
     visited: float
     num_devices: int
-    decode: StepCost | None = None
-    prefill: StepCost | None = None
+    decode: StepCost | None = field(default=None, repr=False)
+    prefill: StepCost | None = field(default=None, repr=False)
     first_token: Quantity | None = None
 
     @property

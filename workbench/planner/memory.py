@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from workbench.base import Cell, Quantity, Table, UnsupportedModelError, human
 from workbench.placement import Layout, vision_is_sharded
 from workbench.planner.weights import WeightTable
 from workbench.spec import GQASpec, KDASpec, MLASpec, ModelSpec
+
+if TYPE_CHECKING:
+    from workbench.cluster import Hardware
 
 __all__ = ["CacheNeed", "MemoryLedger", "MemoryLine", "Reserve", "activation_itemsize", "cache_need", "stage_ledger"]
 
@@ -50,7 +53,7 @@ class MemoryLedger:
     layout: Layout
     stage: int
     precision: str
-    lines: tuple[MemoryLine, ...]
+    lines: tuple[MemoryLine, ...] = field(repr=False)
     capacity: Quantity | None = None
 
     def of(self, group: str | None = None, phase: Phase | None = None) -> int:
@@ -186,6 +189,11 @@ class Reserve:
             other=other,
             communicator=Quantity(256e6, "B", "assumed", "channels and staging of one communicator"),
         )
+
+    @classmethod
+    def for_hardware(cls, hardware: Hardware) -> Reserve:
+        """Of a device of the catalogue, with the share that its file says is held back."""
+        return cls.for_device(hardware.device_type, hardware.memory, hardware.reserved_share)
 
 
 def activation_itemsize(precision: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from workbench.base import Cell, Table, human
 from workbench.planner.candidates import Candidate, Refusal
@@ -30,9 +30,9 @@ class PlanReport:
     objective: Objective
     engine: Engine
     efficiency: Efficiency
-    candidates: tuple[Candidate, ...]
-    uncosted: tuple[Candidate, ...]
-    refused: tuple[Refusal, ...]
+    candidates: tuple[Candidate, ...] = field(repr=False)  # hundreds of entries, here and below
+    uncosted: tuple[Candidate, ...] = field(repr=False)
+    refused: tuple[Refusal, ...] = field(repr=False)
     num_layouts: int
     seconds: float
     claims: tuple[str, ...] = ()

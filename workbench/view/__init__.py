@@ -12,7 +12,9 @@ from workbench.view.charts import (
     load_timeline,
 )
 from workbench.view.figures import plotly_figure
+from workbench.view.operators import error_bars, rate_bars
 from workbench.view.panel import LoadProgressView, load_progress
+from workbench.view.planning import cache_lines, memory_bars, step_bars
 from workbench.view.precision import errors_by_layer, precision_pareto, sensitivity_bars
 from workbench.view.profile import (
     category_bars,
@@ -30,10 +32,12 @@ from workbench.view.tables import bytes_table, facts_table, latency_table, matmu
 from workbench.view.topology import HeatMap, LinkGraph, heat_figure, link_graph, link_heat, topology_figure
 from workbench.view.training import TrainingHistory, balance_chart, exam_chart, loss_chart
 from workbench.view.training_panel import TrainingView
+from workbench.view.widgets import ChoicePanel
 
 __all__ = [
     "BarChart",
     "Chart",
+    "ChoicePanel",
     "HeatMap",
     "LineChart",
     "LinkGraph",
@@ -50,12 +54,14 @@ __all__ = [
     "balance_chart",
     "bytes_by_role",
     "bytes_table",
+    "cache_lines",
     "category_bars",
     "chart_from_json",
     "communication_bars",
     "comparison_bars",
     "difference_by_layer",
     "draw_svg",
+    "error_bars",
     "errors_by_layer",
     "exam_chart",
     "expert_lines",
@@ -70,11 +76,14 @@ __all__ = [
     "load_timeline",
     "loss_chart",
     "matmul_table",
+    "memory_bars",
     "plotly_figure",
     "precision_pareto",
+    "rate_bars",
     "request_timeline",
     "roofline_bars",
     "sensitivity_bars",
+    "step_bars",
     "terminal_progress",
     "topology_figure",
 ]

@@ -110,14 +110,18 @@ def roofline_bars(ledger: Mapping[str, Any], *, most: int = 12) -> BarChart:
     shares = [100 * x["least_s"] * x["count"] / x["seconds"] for x in known]
     lost = max(range(len(known)), key=lambda i: known[i]["seconds"] * (1 - min(1.0, shares[i] / 100)))
     return BarChart(
-        title=f"{known[lost]['name']} at {shares[lost]:.0f} % of its limit is where most time could be won",
+        title=f"{known[lost]['name']} at {_percent(shares[lost])} of its limit is where most time could be won",
         labels=tuple(f"{x['name']} {'x'.join(map(str, x['shapes'][-1])) if x['shapes'] else ''}" for x in known),
         values=tuple(shares),
-        texts=tuple(f"{s:.0f} % · {human(x['seconds'], 's')}" for s, x in zip(shares, known, strict=True)),
+        texts=tuple(f"{_percent(s)} · {human(x['seconds'], 's')}" for s, x in zip(shares, known, strict=True)),
         unit="%",
         x_label="of the measured limit of the device",
         note="limits: large matrix products and a large copy, measured on this device",
     )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0f} %" if share >= 1 else f"{share:.2g} %"
 
 
 def communication_bars(communication: Mapping[str, Any]) -> BarChart:
