@@ -21,6 +21,7 @@ _PUBLIC = {
     "inspect_checkpoint": "workbench.checkpoint",
     "list_devices": "workbench.cluster",
     "load_sharded_weights": "workbench.loading",
+    "prove_gates": "workbench.day0",
     "read_spec": "workbench.spec",
     "run_day0": "workbench.day0",
 }

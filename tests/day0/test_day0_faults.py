@@ -130,14 +130,14 @@ def test_another_family_is_tried_and_its_parity_is_not_made_up(accept: Accept) -
     }
 
 
-@pytest.mark.parametrize("step", ["survey_machine", "audit", "inspect_checkpoint"])
+@pytest.mark.parametrize("step", ["run.survey_machine", "files.audit", "run.inspect_checkpoint"])
 def test_a_bug_in_a_step_is_shown_and_does_not_cost_the_report(
     accept: Accept, copy: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def broken(*args: object, **options: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(run, step, broken)
+    monkeypatch.setattr(f"workbench.day0.{step}", broken)
     monkeypatch.setattr(run, "_fits_in_fp32", lambda *args: False)
     monkeypatch.setattr(run.Deployment, "start", broken)
     acceptance = accept(copy)
@@ -145,7 +145,7 @@ def test_a_bug_in_a_step_is_shown_and_does_not_cost_the_report(
     assert len(rows) == 2
     assert all("Traceback" in row[1] and "RuntimeError: out of luck" in row[1] for row in rows)
     assert acceptance.evidence("loading.rows") == "unexpected RuntimeError: out of luck"
-    gate_of: dict[str, str] = {"survey_machine": "device.features", "audit": "checkpoint.audit"}
+    gate_of: dict[str, str] = {"run.survey_machine": "device.features", "files.audit": "checkpoint.audit"}
     if step in gate_of:
         assert acceptance.evidence(gate_of[step]) == "unexpected RuntimeError: out of luck"
     assert "out of luck" in (acceptance.folder / "report.html").read_text()

@@ -98,6 +98,15 @@ def test_o04_the_warm_up_is_asked_and_counts_for_nothing(monkeypatch: pytest.Mon
     answering = answered(monkeypatch, Service(None))
     assert answering["answers.text"].status == answering["answers.image"].status == "pass"
     assert answering["answers.text"].evidence.startswith("3 requests")
+    assert answering["serving.slots"].evidence == "4 of 4 free after 5 requests"
+    assert answering["answers.looks"].evidence.endswith("two distributions")
+    assert answering["latency.first_token"].evidence.rpartition("slowest: ")[2] in {
+        "text, short",
+        "text, medium",
+        "text, long",
+        "picture",
+        "two pictures",
+    }
 
 
 def test_where_the_ranks_gave_out_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_page_says_everything_a_reader_needs_to_trust_it() -> None:
         assert fact in text, fact
     assert "All gates pass" in text
     assert "not trained" in text
-    assert "Seen to fail: a torn file" in text
+    assert "Fails under: a torn file" in text
     assert "not measured" in text
     assert text.count("<svg") == 3
     assert "prefers-color-scheme: dark" in text

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
+from typing import Any
 
 from workbench.cli.arguments import Commands, chosen_layout, command, deployment_arguments, seconds
 from workbench.cli.show import print_json, say, show
+
+LOG_COLUMNS = 120  # width of the table where the output is no terminal
 
 
 def add(commands: Commands) -> None:
@@ -16,30 +20,48 @@ def add(commands: Commands) -> None:
     day0.add_argument("--max-first-token-s", type=seconds, help="limit of gate latency.first_token (default 10)")
     day0.add_argument("--max-per-token-s", type=seconds, help="limit of gate latency.per_token (default 1)")
 
+    day0.add_argument(
+        "--prove-gates",
+        action="store_true",
+        help="afterwards make each gate fail by a fault of its own, in copies and in ranks that end with the command; "
+        "exit code 1 where one cannot be made to",
+    )
+
     compare = command(
-        commands, "compare", _compare, "what changed from one report to another; exit code 1 where a gate got worse"
+        commands,
+        "compare",
+        _compare,
+        "what changed from one report to another; exit code 1 where a gate got worse or has no proof any more",
     )
     compare.add_argument("old", type=Path, help="report.json, or the folder that holds it")
     compare.add_argument("new", type=Path, help="the later one")
 
 
 def _day0(args: argparse.Namespace) -> int:
-    from workbench.day0 import run_day0
+    from workbench.day0 import prove_gates, run_day0
 
     limits = {"latency.first_token": args.max_first_token_s, "latency.per_token": args.max_per_token_s}
-    report = run_day0(
-        args.path,
-        layout=chosen_layout(args),
-        precision=args.precision,
-        device=args.device,
-        max_tokens=args.max_tokens_per_sequence,
-        limits={gate_id: limit for gate_id, limit in limits.items() if limit is not None},
-        out=args.out,
-        say=None if args.json else say,
-    )
+    options: dict[str, Any] = {
+        "layout": chosen_layout(args),
+        "precision": args.precision,
+        "device": args.device,
+        "max_tokens": args.max_tokens_per_sequence,
+        "limits": {gate_id: limit for gate_id, limit in limits.items() if limit is not None},
+        "out": args.out,
+        "say": None if args.json else say,
+    }
+    report = run_day0(args.path, **options)
+    if not args.prove_gates:
+        if args.json:
+            print_json(report.to_json())
+        return 0 if report.passed else 1
+    proofs = prove_gates(args.path, report, **options)
     if args.json:
-        print_json(report.to_json())
-    return 0 if report.passed else 1
+        print_json(proofs.to_json())
+    else:
+        say(f"\n{proofs.render(width=shutil.get_terminal_size((LOG_COLUMNS, 24)).columns)}")
+        say(f"\nproofs are in the report: {args.out / 'report.html'} and {args.out / 'report.json'}")
+    return 0 if report.passed and proofs.passed else 1
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workbench.base import DeploymentError, Quantity, Table, human
-from workbench.cluster.probe import run_probe
+from workbench.cluster.probe import DEFAULT_COMMAND, run_probe
 
 __all__ = ["FEATURE_NAMES", "Device", "Feature", "default_device", "host_device", "list_devices", "measure_features"]
 
@@ -119,8 +120,11 @@ def _bytes_text(quantity: Quantity | None) -> str:
     return "not offered" if quantity is None else human(quantity.value, quantity.unit)
 
 
-def list_devices(*, features: bool = False, time_limit_s: float = LIST_SECONDS) -> tuple[Device, ...]:
-    """Accelerators of this machine, then its host CPU; with `features`, what each can do, measured by doing.
+def list_devices(
+    *, features: bool = False, time_limit_s: float = LIST_SECONDS, command: Sequence[str] = DEFAULT_COMMAND
+) -> tuple[Device, ...]:
+    """Accelerators of this machine, then its host CPU; with `features`, what each can do, measured by doing in a child
+    process, which `command` starts.
 
     Raises DeploymentError where the child that asks the driver hangs or dies: a machine whose driver hangs is not a
     machine without accelerators.
@@ -133,7 +137,9 @@ def list_devices(*, features: bool = False, time_limit_s: float = LIST_SECONDS) 
         )
     assert isinstance(answer.value, list)
     devices = (*(_accelerator(entry) for entry in answer.value), host_device())
-    return tuple(replace(d, features=measure_features(d.torch_name)) for d in devices) if features else devices
+    if not features:
+        return devices
+    return tuple(replace(d, features=measure_features(d.torch_name, command=command)) for d in devices)
 
 
 def _accelerator(entry: dict[str, object]) -> Device:
@@ -208,13 +214,17 @@ def _cpu_name(path: Path) -> str:
 
 
 def measure_features(
-    device: str, names: tuple[str, ...] = FEATURE_NAMES, *, time_limit_s: float = FEATURE_SECONDS
+    device: str,
+    names: tuple[str, ...] = FEATURE_NAMES,
+    *,
+    time_limit_s: float = FEATURE_SECONDS,
+    command: Sequence[str] = DEFAULT_COMMAND,
 ) -> tuple[Feature, ...]:
     """What `device` (torch's name, "cpu" or "type:0") can do, each tried in a child with a time limit and checked."""
     tasks = [("feature", name) for name in names]
     return tuple(
         Feature(name=x.argument, is_supported=not x.error, detail=_first_line(x.error), seconds=x.seconds)
-        for x in run_probe(tasks, device=device, time_limit_s=time_limit_s)
+        for x in run_probe(tasks, device=device, time_limit_s=time_limit_s, command=command)
     )
 
 

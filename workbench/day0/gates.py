@@ -177,6 +177,10 @@ class GateBook:
         """Whether this run has such a gate."""
         return gate_id in self._forms
 
+    def threshold(self, gate_id: str) -> Value:
+        """What counts as good enough in this run. Raises KeyError for a gate that is not asked."""
+        return self._forms[gate_id].threshold
+
     def found(self, gate_id: str) -> Gate | None:
         """The gate with its value, where it has one."""
         return self._gates.get(gate_id)

@@ -65,11 +65,15 @@ def measure_known_answers(
     service: MultimodalInferenceService,
     *,
     say: Callable[[str], None],
+    blanked: Callable[[Sequence[ExamItem]], Sequence[ExamItem]] = with_blank_pictures,
 ) -> None:
-    """Ask all of them, those about pictures once more with an empty picture, and enter both gates about it."""
+    """Ask all of them, those about pictures once more with an empty picture, and enter both gates about it.
+
+    `blanked` makes the questions of the second round.
+    """
     items = known_questions()
     asked = _ask_all(service, items)
-    blank = _ask_all(service, with_blank_pictures(items))
+    blank = _ask_all(service, blanked(items))
     num_right = sum(one.is_right for one in asked)
     wrong = [f"{one.item.text!r} got {one.reply!r}, expected {one.item.answer!r}" for one in asked if not one.is_right]
     evidence = f"{num_right} of {len(asked)} right ({_by_kind(asked)})"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from workbench.day0.gates import GateBook
 from workbench.day0.prompts import draw_pictures
 from workbench.operators import STATUSES, Coverage, Inventory, Workload, probe_operators
+from workbench.operators.probe import PROBE_COMMAND
 from workbench.operators.trace import trace_inventory, trace_vision
 from workbench.placement import Layout
 from workbench.report import Gate, Section
@@ -29,14 +30,17 @@ def measure_coverage(
     precision: str,
     device: str,
     say: Callable[[str], None],
+    command: Sequence[str] = PROBE_COMMAND,
 ) -> None:
     """Trace a prefill, a decode step and a picture, and try each operator they need once per dtypes on `device`.
 
     The gate counts operators by name that are missing, fail, fall back to the host, are off by more than rounding or
-    could not be tried. Raises what tracing and probing raise.
+    could not be tried. `command` starts the child process that tries them. Raises what tracing and probing raise.
     """
     inventories = _inventories(spec, layout, precision)
-    coverage = probe_operators(inventories, device, roofline=False, each_shape=False, time_limit_s=PROBE_SECONDS)
+    coverage = probe_operators(
+        inventories, device, roofline=False, each_shape=False, time_limit_s=PROBE_SECONDS, command=command
+    )
     tried = _tried(coverage, "kinds of dtypes")
     judge_coverage(gates, coverage, each="kinds of dtypes")
     passes = f"What a rank of {layout} runs in a prefill, a decode step" + (" and a picture" if spec.vision else "")

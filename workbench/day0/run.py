@@ -15,24 +15,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workbench.base import CheckpointError, ConfigError, Table, WorkbenchError, error_text, human
-from workbench.checkpoint import audit, inspect_checkpoint, read_origin
+from workbench.checkpoint import inspect_checkpoint, read_origin
 from workbench.cluster import MachineSurvey, default_device, host_device, survey_machine
+from workbench.day0.devices import measure_features
+from workbench.day0.files import measure_files
 from workbench.day0.gates import GateBook, gate_forms
+from workbench.day0.load import measure_loading
 from workbench.day0.operators import measure_coverage
 from workbench.day0.serve import measure_answers
-from workbench.day0.verify import measure_parity
-from workbench.deployment import Deployment, LoadSummary
+from workbench.day0.verify import measure_parity, start_in_fp32
+from workbench.deployment import Deployment
 from workbench.exam.trained import is_trained_here
 from workbench.placement import Layout, check_layout
 from workbench.report import Day0Report, SampleAnswer, Section
 from workbench.spec import ModelSpec, published_tensors, read_spec, require_runnable
-from workbench.view import LoadWatch, bytes_by_role, load_timeline, terminal_progress
+from workbench.view import LoadWatch, bytes_by_role, terminal_progress
 
 __all__ = ["run_day0"]
 
-NEEDED_FEATURES = ("fp32 matmul", "bf16 matmul", "attention (sdpa)", "depthwise conv", "nibble unpack")
 FP32_SHARE = 0.4  # parity in fp32 is tried where all ranks' weights fit into this share of the memory that is free
-FP32_TOKENS = 512  # cache length of a sequence while parity in fp32 is measured
 AFTER_LOADING = ("loading", "parity", "answers", "serving", "latency")  # gates that need a loaded model
 DUMMY = "This proves the machinery and accepts no model: its weights were not trained"
 LOG_COLUMNS = 120  # width of the gate table where the output is no terminal
@@ -58,16 +59,17 @@ def run_day0(
     max_tokens: int | None = None,
     limits: Mapping[str, float] | None = None,
     out: Path | str | None = None,
+    survey: MachineSurvey | None = None,
     say: Callable[[str], None] | None = print,
 ) -> Day0Report:
     """Accept a checkpoint on the ranks of `layout`, held in `precision`; writes `report.html` and `.json` to `out`.
 
     `device`: a device type, or None for the accelerator of this machine, else the CPU. `max_tokens`: cache length of a
     sequence; None takes 4096, or the model's context where that is shorter. `limits`: other thresholds by gate id, such
-    as {"latency.first_token": 2.0} (seconds). `say` gets a line per step; None says nothing. Raises ConfigError where
-    the folder describes no model, `out` cannot be written or a limit is unusable, LayoutError where the layout does not
-    divide the model, and CheckpointError for a ghost, which holds no weights; everything else that goes wrong is in the
-    report.
+    as {"latency.first_token": 2.0} (seconds). `survey`: one of this machine that was taken before, features included;
+    None takes one now. `say` gets a line per step; None says nothing. Raises ConfigError where the folder describes no
+    model, `out` cannot be written or a limit is unusable, LayoutError where the layout does not divide the model, and
+    CheckpointError for a ghost, which holds no weights; everything else that goes wrong is in the report.
     """
     root, began = Path(root), time.perf_counter()
     origin = read_origin(root)
@@ -90,7 +92,7 @@ def run_day0(
     place = f"{layout} on {layout.world_size} x {device}"
     fp32 = "run as served" if precision == "fp32" else "run" if _fits_in_fp32(spec, layout, device) else "does not fit"
 
-    survey = _survey(found, root)
+    survey = _survey(found, root, survey)
     _checkpoint(found, root)
     with _step(found, "operators", "operators"):
         found.say(f"operators: what a rank needs, tried on {device}")
@@ -98,14 +100,7 @@ def run_day0(
     if fp32 == "run":
         with _step(found, "parity in fp32", "parity.fp32", "parity.batch"):
             found.say(f"parity in fp32 with the reference: {place}")
-            with Deployment.start(
-                root,
-                layout,
-                precision="fp32",
-                device=device,
-                num_slots=4,
-                max_tokens=min(FP32_TOKENS, spec.max_context),
-            ) as ranks:
+            with start_in_fp32(root, layout, device) as ranks:
                 measure_parity(found.gates, found.sections, ranks, root, precision="fp32", say=found.say)
     elif fp32 == "does not fit":
         for prefix in ("parity.fp32", "parity.batch"):
@@ -181,30 +176,17 @@ def _step(found: Findings, name: str, *prefixes: str) -> Iterator[None]:
     found.say(f"{name}: {detail}")
 
 
-def _survey(found: Findings, root: Path) -> MachineSurvey | None:
-    survey = None
+def _survey(found: Findings, root: Path, survey: MachineSurvey | None) -> MachineSurvey | None:
     with _step(found, "devices", "device"):
         found.say("devices: what this machine has and can do")
-        survey = survey_machine(folder=root)
-        measured = [device for device in survey.devices if device.features]
-        missing = [f"{d.torch_name}: {name}" for d in measured for name in NEEDED_FEATURES if not d.supports(name)]
-        evidence = "; ".join(missing) or f"{', '.join(NEEDED_FEATURES)}, each run and its numbers checked"
-        if measured:
-            found.gates.measured("device.features", len(missing), evidence=evidence)
-        else:
-            found.gates.unmeasured("device.features", "no device was tried")
+        survey = survey or survey_machine(folder=root)
+        measure_features(found.gates, survey.devices)
     return survey
 
 
 def _checkpoint(found: Findings, root: Path) -> None:
     with _step(found, "audit", "checkpoint"):
-        report = audit(root)
-        evidence = report.summary()
-        first = f". First: {' '.join(report.errors[0].render().split())}" if report.errors else ""
-        found.gates.measured("checkpoint.audit", len(report.errors), evidence=evidence + first)
-        tables = [report.checks_table(), *([report.findings_table()] if report.findings else [])]
-        found.sections.append(Section(title="Checkpoint", text=evidence, tables=tuple(tables)))
-        found.say(evidence)
+        measure_files(found.gates, found.sections, root, say=found.say)
     with _step(found, "inspect"):
         counts = inspect_checkpoint(root).counts
         text = (
@@ -219,34 +201,13 @@ def _checkpoint(found: Findings, root: Path) -> None:
 def _served(found: Findings, ranks: Deployment, root: Path, watch: LoadWatch, precision: str, *, on_host: bool) -> None:
     """Everything that is asked of the model as it is served; `on_host`: its weights stay in host memory."""
     with _step(found, "what loading cost", "loading"):
-        _loading(found, ranks, watch, on_host)
+        measure_loading(
+            found.gates, found.sections, ranks.reports, samples=watch.samples(), on_host=on_host, say=found.say
+        )
     with _step(found, "parity as served", "parity"):
-        measure_parity(found.gates, found.sections, ranks, root, precision=precision, say=found.say)
-        if precision == "fp32" and (gate := found.gates.found("parity.fp32")) and gate.value is not None:
-            found.gates.measured("parity.serving", gate.value, evidence="served in fp32: the same as parity.fp32")
+        measure_parity(found.gates, found.sections, ranks, root, precision=precision, is_served=True, say=found.say)
     with _step(found, "answers", "answers", "serving", "latency"):
         measure_answers(found.gates, found.sections, found.answers, ranks, root, say=found.say)
-
-
-def _loading(found: Findings, ranks: Deployment, watch: LoadWatch, on_host: bool) -> None:
-    summary = LoadSummary.of(ranks.reports)
-    table = summary.table()
-    num_ranks = len(ranks.reports)
-    found.gates.measured("loading.rows", summary.rows_missing, evidence=f"ledgers of {num_ranks} ranks")
-    found.gates.measured(
-        "loading.read_ratio",
-        summary.read_ratio,
-        evidence=f"{summary.bytes_read:,} bytes read, {summary.bytes_assigned:,} assigned",
-    )
-    found.gates.measured(
-        "loading.memory",
-        summary.memory_excess(on_host=on_host),
-        evidence=f"worst of {num_ranks} ranks; peak sampled while loading",
-    )
-    samples = {rank: list(points) for rank, points in watch.samples().items()}
-    charts = (load_timeline(samples),) if any(samples.values()) else ()
-    found.sections.append(Section(title="Loading", tables=(table,), charts=charts))
-    found.say(table.title)
 
 
 def _fits_in_fp32(spec: ModelSpec, layout: Layout, device: str) -> bool:

@@ -23,7 +23,7 @@ from workbench.view import latency_bars
 
 __all__ = ["measure_answers"]
 
-ANSWER_TOKENS = 64
+ANSWER_TOKENS = 64  # the longest answer that is waited for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,18 +52,21 @@ def measure_answers(
     root: Path,
     *,
     say: Callable[[str], None],
+    answer_tokens: int = ANSWER_TOKENS,
+    opens: Callable[[Deployment, Path], MultimodalInferenceService] | None = None,
 ) -> None:
     """Put the questions one after another and enter answers, latencies and the gates about them.
 
-    A request that fails counts against its gate with its reason; where the ranks gave out and none was answered, the
-    gate has no value. Raises what opening the service raises (a folder without a tokenizer cannot be asked anything),
-    and what warming up raises, which counts for no gate itself.
+    `answer_tokens` is the longest answer that is waited for; `opens` makes the service that is asked, by default
+    `open_service`. A request that fails counts against its gate with its reason; where the ranks gave out and none was
+    answered, the gate has no value. Raises what opening the service raises (a folder without a tokenizer cannot be
+    asked anything), and what warming up raises, which counts for no gate itself.
     """
-    with open_service(ranks, root) as service:
+    with (opens or open_service)(ranks, root) as service:
         _warm_up(service, has_pictures=ranks.spec.vision is not None)
 
         def ask(label: str, question: str, *pictures: Image.Image) -> Asked:
-            asked = _ask(service, label, question, pictures)
+            asked = _ask(service, label, question, pictures, max_tokens=answer_tokens)
             say(asked.line())
             return asked
 
@@ -86,8 +89,10 @@ def measure_answers(
             _measure_looking(gates, service)
         stats = service.stats()
     asked = [*texts, *looks]
-    held = ranks.info.num_slots * ranks.layout.dp - stats.num_free_slots
-    gates.measured("serving.slots", held, evidence=f"{stats.num_free_slots} free after {len(asked)} requests")
+    num_slots = ranks.info.num_slots * ranks.layout.dp
+    held = num_slots - stats.num_free_slots
+    evidence = f"{stats.num_free_slots} of {num_slots} free after {len(asked)} requests"
+    gates.measured("serving.slots", held, evidence=evidence + (f"; {stats.num_running} still running" if held else ""))
     answers += [_sample(one, one.answer) for one in asked if one.answer is not None]
     timings = [_timing(one, one.answer) for one in asked if one.answer is not None]
     _latencies(gates, sections, timings, f"{ranks.layout} on {ranks.stats()[0].device}, one request at a time, greedy")
@@ -102,12 +107,17 @@ def _warm_up(service: MultimodalInferenceService, *, has_pictures: bool) -> None
 
 
 def _ask(
-    service: MultimodalInferenceService, label: str, question: str, pictures: tuple[Image.Image, ...] = ()
+    service: MultimodalInferenceService,
+    label: str,
+    question: str,
+    pictures: tuple[Image.Image, ...],
+    *,
+    max_tokens: int,
 ) -> Asked:
     answer, reason, is_lost, submitted_s = None, "", False, time.perf_counter()
     try:
         files = [_png(picture) for picture in pictures]
-        answer = service.infer(question, files or None, max_tokens=ANSWER_TOKENS, temperature=0.0)
+        answer = service.infer(question, files or None, max_tokens=max_tokens, temperature=0.0)
     except WorkbenchError as error:
         reason, is_lost = error_text(error), isinstance(error, DeploymentError)
     if answer is not None and not answer.token_ids:
@@ -142,7 +152,9 @@ def _measure_looking(gates: GateBook, service: MultimodalInferenceService) -> No
             gates.unmeasured("answers.looks", error_text(error))
             return
         found.append((answer.token_ids, answer.logprobs))
-    gates.measured("answers.looks", found[0] != found[1], evidence="same question and size, two pictures")
+    looks = found[0] != found[1]
+    outcome = "two distributions" if looks else "the same first token with the same probability"
+    gates.measured("answers.looks", looks, evidence=f"same question and size, two pictures: {outcome}")
 
 
 def _latencies(gates: GateBook, sections: list[Section], timings: list[RequestTiming], conditions: str) -> None:
@@ -151,10 +163,11 @@ def _latencies(gates: GateBook, sections: list[Section], timings: list[RequestTi
         if percentiles is None:
             gates.unmeasured(f"latency.{name}", "no request gave enough tokens to time")
             continue
+        slowest = next(x.label for x in timings if getattr(x, f"{name}_s") == percentiles.high)
         gates.measured(
             f"latency.{name}",
             percentiles.high,
-            evidence=f"{percentiles.count} requests, median {percentiles.p50:.4f} s",
+            evidence=f"{percentiles.count} requests, median {percentiles.p50:.4f} s, slowest: {slowest}",
             conditions=conditions,
         )
     if timings:

@@ -11,13 +11,22 @@ from workbench.base import WorkbenchError
 from workbench.day0.gates import GateBook
 from workbench.day0.prompts import draw_pictures, parity_prompts
 from workbench.deployment import Deployment
+from workbench.placement import Layout
 from workbench.report import Section
 from workbench.serving import Engine, GenerationRequest, ImageProcessor, SamplingParams
+from workbench.spec import read_spec
 from workbench.view import difference_by_layer
 
-__all__ = ["measure_parity"]
+__all__ = ["measure_parity", "start_in_fp32"]
 
 GENERATED = 8
+FP32_TOKENS = 512  # cache length of a sequence
+
+
+def start_in_fp32(root: Path, layout: Layout, device: str) -> Deployment:
+    """Ranks for a comparison without rounding, with a short cache. Raises as `Deployment.start`."""
+    max_tokens = min(FP32_TOKENS, read_spec(root).max_context)
+    return Deployment.start(root, layout, precision="fp32", device=device, num_slots=4, max_tokens=max_tokens)
 
 
 def measure_parity(
@@ -27,13 +36,15 @@ def measure_parity(
     root: Path,
     *,
     precision: str,
+    is_served: bool = False,
     say: Callable[[str], None],
 ) -> None:
     """Compare `ranks` with the reference on random prompts and a picture, tensors first and then greedy tokens.
 
     In fp32 also: each prompt alone and all of them together must give the same tokens. In bf16 and mxfp4 the limit is
     measured: yardsticks of rounding, tensor by tensor. In an approximate precision (fp8, int8, int4) no such bound
-    exists; the gate stays unmeasured and says so.
+    exists; the gate stays unmeasured and says so. `is_served`: these are the ranks that answer, so that in fp32 their
+    parity is that of serving as well.
     """
     tolerance = tolerance_for(precision)
     if tolerance is None:
@@ -59,13 +70,25 @@ def measure_parity(
         gates.measured("parity.fp32", report.num_wrong_tensors, evidence=evidence)
         apart = sum(greedy.num_tokens - greedy.num_equal for greedy in report.greedy)
         total = sum(greedy.num_tokens for greedy in report.greedy)
-        gates.measured("parity.fp32_tokens", apart, evidence=f"{total} tokens decoded step by step on the ranks")
+        first = [
+            f"first apart: generated token {greedy.first_wrong} of prompt {prompt.label!r}"
+            for prompt, greedy in zip(prompts, report.greedy, strict=True)
+            if greedy.first_wrong is not None
+        ]
+        evidence = f"{total} tokens decoded step by step on the ranks"
+        gates.measured("parity.fp32_tokens", apart, evidence="; ".join([evidence, *first[:1]]))
         alone = [_generate(ranks, [prompt.token_ids])[0] for prompt in text_only]
+        lengths = [len(prompt.token_ids) for prompt in text_only]
+        others = [n for n, a, b in zip(lengths, alone, generated, strict=True) if a != b]
+        evidence = f"{len(alone)} requests of {lengths} tokens, alone and together"
         gates.measured(
             "parity.batch",
-            sum(a != b for a, b in zip(alone, generated, strict=True)),
-            evidence=f"{len(alone)} requests of {[len(p.token_ids) for p in text_only]} tokens, alone and together",
+            len(others),
+            evidence="; ".join([evidence, *([f"apart: those of {others}"] if others else [])]),
         )
+        if is_served:
+            evidence = "served in fp32: the same as parity.fp32"
+            gates.measured("parity.serving", report.num_wrong_tensors, evidence=evidence)
     limit = tolerance.relative if isinstance(tolerance, Tolerance) else None  # else each tensor has its own
     chart = difference_by_layer(report.relative_by_layer(), limit=limit)
     title = f"Parity with the reference, {precision}"

@@ -23,7 +23,7 @@ from workbench.deployment.control import Control, Member
 from workbench.deployment.gather import gather_ranks
 from workbench.deployment.protocol import Address, Door
 from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, RankStats
-from workbench.deployment.supervise import RankProcess, kill_ranks, start_ranks
+from workbench.deployment.supervise import WORKER, RankProcess, kill_ranks, start_ranks
 from workbench.placement import Layout, check_layout
 from workbench.serving.owner import driving
 from workbench.serving.requests import PlacedImage, SamplingParams
@@ -99,6 +99,7 @@ class Deployment:
         env: Mapping[str, str] | None = None,
         timeouts: Timeouts | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
+        module: str = WORKER,
     ) -> Deployment:
         """Start one worker per rank of `layout` on this machine and load the model onto them.
 
@@ -106,8 +107,9 @@ class Deployment:
         dtype or its name. `num_slots` sequences of `max_tokens` tokens per replica, whose rows are cached as
         `kv_dtype` ("auto": in the activation dtype; see `nn.rows`). `threads` per rank: the cores
         divided among them, unless OMP_NUM_THREADS says otherwise. `env` adds variables for the ranks. `on_progress` is
-        called in this thread. Raises a rank's own LoadError, CheckpointError, LayoutError, ... with the rank named,
-        WorkerDiedError for one that ended, DeploymentError for one that hangs; nothing is left running then.
+        called in this thread. `module`: what a rank runs in place of the worker, ending in its `main`. Raises a rank's
+        own LoadError, CheckpointError, LayoutError, ... with the rank named, WorkerDiedError for one that ended,
+        DeploymentError for one that hangs; nothing is left running then.
         """
         layout, timeouts = layout or Layout(), timeouts or Timeouts()
         spec = read_spec(model_path)
@@ -122,7 +124,9 @@ class Deployment:
             door = Door(address, authkey, entries.put, send_timeout_s=timeouts.command_s)
             try:
                 threads = threads or max(1, (os.cpu_count() or 1) // layout.world_size)
-                ranks = start_ranks(layout.world_size, address, authkey, folder, threads=threads, env=env)
+                ranks = start_ranks(
+                    layout.world_size, address, authkey, folder, threads=threads, env=env, module=module
+                )
                 members = gather_ranks(entries, layout.world_size, timeouts.start_s, ranks)
             finally:
                 door.close()

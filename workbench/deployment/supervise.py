@@ -87,9 +87,18 @@ class RankProcess:
 
 
 def start_ranks(
-    world_size: int, address: str, authkey: bytes, folder: Path, *, threads: int, env: Mapping[str, str] | None = None
+    world_size: int,
+    address: str,
+    authkey: bytes,
+    folder: Path,
+    *,
+    threads: int,
+    env: Mapping[str, str] | None = None,
+    module: str = WORKER,
 ) -> list[RankProcess]:
     """Start `world_size` workers that report to the socket `address`; logs and last words go to `folder`.
+
+    `module` is what a rank runs: the worker, or one that ends in its `main`.
 
     Each is the leader of its own session: an interrupt of a notebook kernel or a terminal does not reach it, and it can
     be ended together with whatever it started. The key goes through a pipe. Raises DeploymentError for more workers
@@ -113,7 +122,7 @@ def start_ranks(
         "WORLD_SIZE": str(world_size),
         **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
-    worker = [sys.executable, "-m", WORKER]
+    worker = [sys.executable, "-m", module]
     ranks: list[RankProcess] = []
     try:
         for rank in range(world_size):

@@ -35,16 +35,24 @@ class GateChange:
         return new / old
 
     @property
+    def is_proof_lost(self) -> bool:
+        """The old gate was seen to fail under a planted fault, and the new one was not."""
+        return self.old is not None and self.new is not None and bool(self.old.proof) and not self.new.proof
+
+    @property
     def is_regression(self) -> bool:
-        """A gate that got worse, or that is gone: what is no longer asked cannot be trusted to hold."""
+        """A gate that got worse, that did not fail under its fault any more, or that is gone: what is no longer asked
+        cannot be trusted to hold. A later run without faults loses proofs as well, which is shown, but is no answer."""
         if self.old is None:
             return False
-        return self.new is None or _RANK[self.new.status] < _RANK[self.old.status]
+        if self.new is None or _RANK[self.new.status] < _RANK[self.old.status]:
+            return True
+        return self.is_proof_lost and bool(self.new.unproven)
 
     @property
     def is_changed(self) -> bool:
-        """Another status, value, or threshold."""
-        return self.old is None or self.new is None or _facts(self.old) != _facts(self.new)
+        """Another status, value, or threshold, or a proof that is lost."""
+        return self.old is None or self.new is None or self.is_proof_lost or _facts(self.old) != _facts(self.new)
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -52,6 +60,7 @@ class GateChange:
             "old": None if self.old is None else self.old.to_json(),
             "new": None if self.new is None else self.new.to_json(),
             "ratio": self.ratio,
+            "is_proof_lost": self.is_proof_lost,
             "is_regression": self.is_regression,
         }
 
@@ -77,9 +86,12 @@ class ReportComparison:
         for change in self.gates:
             if change.is_changed:
                 ratio = "–" if change.ratio is None else f"{change.ratio:.3g}x"
-                word = "WORSE" if change.is_regression else ""
-                rows.append((change.id, _shown(change.old), _shown(change.new), ratio, word))
+                words = ["WORSE"] if change.is_regression else []
+                words += [_lost_proof(change.new)] if change.is_proof_lost and change.new is not None else []
+                rows.append((change.id, _shown(change.old), _shown(change.new), ratio, ", ".join(words)))
         title = f"{len(rows)} of {len(self.gates)} gates changed, {len(self.regressions)} for the worse"
+        if lost := sum(change.is_proof_lost for change in self.gates):
+            title += f", {lost} without the proof they had"
         return Table(columns=("gate", "before", "after", "ratio", ""), rows=tuple(rows), title=title)
 
     def environment_table(self) -> Table:
@@ -127,6 +139,10 @@ def _environment(report: Day0Report) -> dict[str, str]:
 
 def _facts(gate: Gate) -> tuple[object, ...]:
     return (gate.status, gate.value, gate.threshold, gate.relation)
+
+
+def _lost_proof(gate: Gate) -> str:
+    return f"proof lost: {gate.unproven or 'no fault was planted'}"
 
 
 def _shown(gate: Gate | None) -> str:

@@ -27,7 +27,8 @@ class Gate:
     `id` stays the same from run to run ("loading.read_ratio"): reports are compared by it. `layer` is the part of the
     stack it speaks about. `value` None means that it could not be measured; `evidence` then says why, and the verdict
     fails unless `is_optional`. A gate that was measured and failed always fails the verdict. `proof` names the planted
-    fault under which this gate was seen to fail. Raises ValueError for values that the relation cannot compare.
+    fault under which this gate was seen to fail; `unproven` says why it was not, where that was tried. Raises
+    ValueError for values that the relation cannot compare.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Gate:
     evidence: str = ""
     conditions: str = ""
     proof: str = ""
+    unproven: str = ""
     is_optional: bool = False
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ class Gate:
             "evidence": self.evidence,
             "conditions": self.conditions,
             "proof": self.proof,
+            "unproven": self.unproven,
         }
 
     @classmethod

@@ -122,7 +122,8 @@ def _gate(gate: Gate) -> str:
         for name, label, value in (
             ("evidence", "", gate.evidence),
             ("conditions", "", gate.conditions),
-            ("proof", "Seen to fail: ", gate.proof),
+            ("proof", "Fails under: ", gate.proof),
+            ("proof", "Not proven: ", gate.unproven),
         )
         if value
     )
