@@ -109,8 +109,8 @@ assert np.mean(losses[-10:]) < guess / 2
 # ## 3 Another layout, the same steps
 #
 # What a rank holds comes from the same placement table as in serving. With `ep2` each holds half of the experts, and
-# the gradients of the experts travel the way their tokens did. Sums are taken in another order, so after a dozen steps the
-# losses should agree to some five digits, not to the last bit.
+# the gradients of the experts travel the way their tokens did. Sums are taken in another order, so after a dozen steps
+# the losses should agree to some five digits, not to the last bit.
 
 # %%
 short = RECIPE.read_text().replace("steps = 40", "steps = 12", 1)

@@ -103,6 +103,7 @@ def test_arguments_that_do_not_fit_together_are_refused_before_anything_is_asked
     assert word in outcome.err
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_are_measured_inside(call: Call, tmp_path: Path) -> None:
     record, trace = tmp_path / "p.jsonl", tmp_path / "t.json.gz"

@@ -62,6 +62,7 @@ def run_two_nodes(tmp_path: Path, command: tuple[str, ...], limit_s: float) -> P
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_nodes_become_one_topology(tmp_path: Path) -> None:
     topology = read_topology(run_two_nodes(tmp_path, (sys.executable, "-m", "workbench.cluster.link_worker"), 30.0))

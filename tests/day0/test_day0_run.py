@@ -37,6 +37,7 @@ def test_all_gates_pass_on_one_rank_and_say_why(alone: Acceptance) -> None:
     assert alone.report.passed
 
 
+@pytest.mark.slow
 def test_command_passes_on_two_ranks_and_fits_a_log(together: tuple[int, str, Path]) -> None:
     code, output, folder = together
     assert code == 0, output
@@ -50,6 +51,7 @@ def test_command_passes_on_two_ranks_and_fits_a_log(together: tuple[int, str, Pa
     assert report.environment["ranks"] == 2
 
 
+@pytest.mark.slow
 def test_report_is_read_back_and_compares_with_itself(alone: Acceptance, together: tuple[int, str, Path]) -> None:
     assert read_report(alone.folder).to_json() == alone.report.to_json()
     comparison = compare_reports(alone.report, read_report(together[2]))

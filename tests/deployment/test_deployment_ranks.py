@@ -190,8 +190,7 @@ def test_ranks_are_in_sessions_of_their_own_and_the_key_is_nowhere_to_be_seen(pa
     [
         Layout(),
         Layout(pp=2, stages=(5, 3)),
-        Layout(dp=2, ep=2, dispatch="all_to_all"),
-        pytest.param(Layout(dp=2, ep=2), marks=pytest.mark.slow),
+        *(pytest.param(Layout(dp=2, ep=2, dispatch=x), marks=pytest.mark.slow) for x in ("all_to_all", "replicated")),
     ],
     ids=str,
 )

@@ -83,7 +83,7 @@ def test_a_model_computes_what_transformers_does(name: str) -> None:
     "layout",
     [
         pytest.param(Layout(tp=2), marks=pytest.mark.slow),
-        Layout(pp=2),
+        pytest.param(Layout(pp=2), marks=pytest.mark.slow),
         Layout(tp=2, ep=2),
         pytest.param(Layout(dp=2, ep=2), marks=pytest.mark.slow),
         pytest.param(Layout(dp=2, ep=2, dispatch="all_to_all"), marks=pytest.mark.slow),

@@ -44,13 +44,15 @@ LAYOUTS = [
     Layout(dp=2, ep=2, dispatch="all_to_all"),
     Layout(tp=3),
     Layout(pp=3),
+    Layout(tp=2, pp=2),
+    Layout(dp=2, tp=2, ep=4, dispatch="all_to_all"),
+]
+WIDER_LAYOUTS = [
     Layout(tp=4),
     Layout(tp=4, ep=4),
     Layout(dp=4, ep=4, dispatch="all_to_all"),
-    Layout(tp=2, pp=2),
     Layout(dp=2, tp=2, ep=2),
     Layout(dp=2, tp=2, ep=4),
-    Layout(dp=2, tp=2, ep=4, dispatch="all_to_all"),
 ]
 
 
@@ -149,7 +151,9 @@ def test_one_rank_equals_the_goldens(golden_dir: Path) -> None:
             check_outcome(name, outcome, outcome, golden_dir)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(x, marks=pytest.mark.slow) for x in WIDER_LAYOUTS)], ids=str
+)
 def test_every_layout_equals_one_rank(golden_dir: Path, layout: Layout) -> None:
     run_and_check(golden_dir, layout, "fp32")
 

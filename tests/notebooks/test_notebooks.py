@@ -141,9 +141,17 @@ def execute(path: Path, notebook: nbformat.NotebookNode | None = None) -> nbform
     return notebook
 
 
+# Together they take eight minutes of a core: three of them in every run, all of them with `make test-slow`.
+IN_EVERY_RUN = ("01_read_a_checkpoint", "02_shard_load_and_answer", "03_count_fit_plan")
+
+
 @pytest.mark.notebook
 @pytest.mark.ranks
-@every_notebook
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(x, marks=() if x.stem in IN_EVERY_RUN else pytest.mark.slow) for x in SOURCES],
+    ids=lambda path: path.stem,
+)
 def test_notebook_runs_from_top_to_bottom(source: Path) -> None:
     executed = execute(source.with_suffix(".ipynb"))
     committed = nbformat.read(source.with_suffix(".ipynb"), as_version=4)

@@ -109,7 +109,10 @@ def watch(folder: Path, found: list[tuple[float, FlightFinding]], *, limit_s: fl
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("fault", "words"), [("skip", "skipped all_reduce of step 50"), ("leave", "did not enter")])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("skip", "skipped all_reduce of step 50"), pytest.param("leave", "did not enter", marks=pytest.mark.slow)],
+)
 def test_real_ranks_that_drift_are_named_with_step_and_operation_before_anything_is_ended(
     fault: str, words: str, tmp_path: Path
 ) -> None:

@@ -42,7 +42,7 @@ def test_an_exam_gets_the_same_replies_from_every_layout(text: str) -> None:
         assert replies == expected[layout.coords(rank).dp :: layout.dp], f"rank {rank}"
 
 
-@pytest.mark.parametrize("text", ["pp2xdp2", "tp2xep2"])
+@pytest.mark.parametrize("text", ["pp2xdp2", pytest.param("tp2xep2", marks=pytest.mark.slow)])
 def test_a_run_follows_the_curve_of_one_rank_and_exports_the_same_model(text: str, tmp_path: Path) -> None:
     layout = Layout.parse(text)
     config = tiny_config(steps=3, qat_start=0.67, exam_steps=2)
