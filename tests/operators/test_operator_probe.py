@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -22,7 +23,7 @@ from workbench.operators import (
     trace_inventory,
 )
 from workbench.operators.formats import choose_precision
-from workbench.operators.trial import try_operator
+from workbench.operators.trial import Trial, try_operator
 from workbench.placement import Layout
 from workbench.spec import ModelSpec, read_spec
 
@@ -204,6 +205,18 @@ def test_an_operator_is_looked_up_when_it_is_tried_and_not_before() -> None:
     library.define("double(Tensor x) -> Tensor")
     library.impl("double", lambda x: 2 * x, "CPU")
     assert try_operator(late.to_json(), "cpu")["status"] == "ran"
+
+
+@pytest.mark.parametrize("sizes", [(2, 96), (96, 2), (4, 6), (7, 1)])
+def test_writes_to_places_that_several_indices_name_do_not_meet(sizes: tuple[int, int]) -> None:
+    """Which of two writes to one place wins depends on threads, so a right kernel would be called wrong."""
+    count = sizes[0] * sizes[1]
+    call = [[X, [{"t": 1}, {"t": 2}], {"t": 3}], {}]
+    indices = (("int64", (count,)), ("int64", (count,)))
+    put = use("aten.index_put_.default", call, (BF16, (*sizes, 5)), *indices, (BF16, (count, 5)))
+    _, first, second, _ = Trial(put.to_json(), "cpu").inputs()
+    assert set(zip(first.tolist(), second.tolist(), strict=True)) == set(itertools.product(*map(range, sizes)))
+    assert try_operator(put.to_json(), "cpu")["status"] == "ran"
 
 
 @pytest.mark.parametrize(

@@ -108,12 +108,24 @@ class Trial:
             drawn = torch.randn(count, generator=generator)
             return (drawn.abs() + 0.5 if self.base in POSITIVE else drawn).to(dtype)
         if first is not None and self.base in INDEXED and dtype in (torch.int64, torch.int32):
-            limit = self.index_limit(first, place)
             # Without doubles where there is room: which of two writes wins is nobody's promise.
+            if self.base == "index_put":
+                return self.distinct_places(first, count, place).to(dtype)
+            limit = self.index_limit(first, place)
             order = torch.randperm(limit, generator=generator)
             return order.repeat(-(-count // max(1, limit)))[:count].to(dtype)
         low, high = (0, 256) if dtype == torch.uint8 else (0, 8)
         return torch.randint(low, high, (count,), generator=generator).to(dtype)
+
+    def distinct_places(self, first: Tensor, count: int, place: int) -> Tensor:
+        """(count,) of the index at input `place`, such that the indices of all dimensions together name no place twice."""
+        sizes = [first.shape[dim] for dim, entry in enumerate(self.args[1]) if entry is not None]
+        total = max(1, math.prod(sizes))
+        step = max(1, round(total * 0.618))
+        while math.gcd(step, total) != 1:
+            step += 1
+        own = min(place - 1, len(sizes) - 1)
+        return torch.arange(count) * step % total // math.prod(sizes[own + 1 :]) % max(1, sizes[own])
 
     def index_limit(self, first: Tensor, place: int) -> int:
         """Size of the dimension that the index at input `place` points into."""
