@@ -118,7 +118,7 @@ class Trial:
         return torch.randint(low, high, (count,), generator=generator).to(dtype)
 
     def distinct_places(self, first: Tensor, count: int, place: int) -> Tensor:
-        """(count,) of the index at input `place`, such that the indices of all dimensions together name no place twice."""
+        """(count,) of the index at input `place`; the indices of all dimensions together name no place twice."""
         sizes = [first.shape[dim] for dim, entry in enumerate(self.args[1]) if entry is not None]
         total = max(1, math.prod(sizes))
         step = max(1, round(total * 0.618))
