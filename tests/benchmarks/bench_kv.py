@@ -40,6 +40,7 @@ KINDS = ("shape", "colour", "count", "position", "size", "presence", "digit", "w
 class Replay:
     """A question about a picture and an answer, read through a cache: the prompt at once, then token by token."""
 
+    @torch.inference_mode()
     def __init__(self, runner: LocalRunner, tokenizer: Tokenizer, item: ExamItem, *, thinking: bool) -> None:
         self.model, self.ctx = runner.rank.model, runner.rank.ctx
         image_spec = self.model.spec.image
@@ -52,6 +53,7 @@ class Replay:
         pixels = torch.from_numpy(normalise(image.patches, image_spec)).to(self.ctx.device)
         self.features = encode_images(self.model, self.ctx, pixels, [image.grid])
 
+    @torch.inference_mode()
     def logits(self, answer: list[int], kv_dtype: str) -> tuple[Tensor, list[float]]:
         """(answer tokens, V), each from all before it, and the seconds of each step of one token."""
         cache = new_cache(self.model, len(self.prompt) + len(answer), self.model.dtype, kv_dtype)
@@ -95,7 +97,6 @@ def bytes_per_token(model: Model, kv_dtype: str) -> float:
     return (two - one) / 1000
 
 
-@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=ROOT / "data" / "k3-nano")
