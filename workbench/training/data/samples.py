@@ -98,7 +98,7 @@ class SampleStream:
                 "a training sample is longer than the token budget",
                 found=f"{len(sample.token_ids)} tokens",
                 expected=f"at most {token_budget}",
-                next_step="Raise the token budget of a pack; 512 holds any sample",
+                next_step="Raise the token budget of a pack; 1,024 holds any sample",
             )
         return pack_samples(samples)
 
