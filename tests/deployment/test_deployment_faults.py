@@ -46,7 +46,7 @@ def test_a_rank_killed_in_mid_answer_fails_every_request_with_its_name_and_signa
         for reply in replies:
             with pytest.raises(WorkerDiedError) as info:
                 reply.result()
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < deployment.timeouts.command_s / 3, "the death was not noticed as such"
         text = str(info.value)
         assert f"rank 1 (process {deployment.pids[1]}" in text
         assert "died during 'step': SIGKILL (signal 9)" in text
@@ -73,7 +73,7 @@ def test_a_stopped_rank_is_a_timeout_that_names_it_first_and_ends_them_all(golde
         began = time.monotonic()
         with pytest.raises(DeploymentError) as info:
             deployment.generate([1, 2, 3])
-        assert 2 <= time.monotonic() - began < 8
+        assert 2 <= time.monotonic() - began < Timeouts().command_s / 3, "not the limit that was set"
         text = str(info.value)
         assert "no answer to 'step' within 2 s from rank 1, 0" in text
         assert f"rank 1 (process {deployment.pids[1]}" in text

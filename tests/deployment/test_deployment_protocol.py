@@ -146,10 +146,10 @@ def test_only_the_last_lines_of_a_log_are_shown(tmp_path):
 def test_a_rank_that_cannot_even_start_is_named_with_its_exit_and_log(golden_root, tmp_path):
     began = time.monotonic()
     with pytest.raises(WorkerDiedError) as info:
-        Deployment.start(golden_root, env={"PYTHONHOME": str(tmp_path / "nowhere")}, timeouts=Timeouts(start_s=20))
+        Deployment.start(golden_root, env={"PYTHONHOME": str(tmp_path / "nowhere")}, timeouts=Timeouts(start_s=90))
     assert "rank 0 ended before it reported: exit code 1" in str(info.value)
     assert "encodings" in str(info.value), "the interpreter's own complaint, from the log"
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60, "it was waited for"
 
 
 TRAP = """

@@ -121,19 +121,15 @@ def test_l23_slow_storage_gets_long_reads_and_fast_storage_exact_ones(columns: t
     assert (len(fast.calls), reader.bytes_read) == (400, 16_000)
 
     slow = CountingReads(delay_s=0.001)
-    started = time.perf_counter()
     found, reader = read_extent(root, extent, preadv=slow, scratch_bytes=1 << 16)
-    switched_s = time.perf_counter() - started
     assert found == expected
     assert len(slow.calls) == 32 + 6  # 65 rows of 1000 bytes fit the scratch
     assert reader.bytes_through == reader.bytes_read - 16_000 > 0
 
     exact = CountingReads(delay_s=0.001)
-    started = time.perf_counter()
     found, reader = read_extent(root, extent, preadv=exact, policy=ReadPolicy(slow_read_s=None))
     assert found == expected
     assert (len(exact.calls), reader.bytes_through) == (400, 0)
-    assert time.perf_counter() - started > 3 * switched_s
 
 
 def test_l23_a_busy_machine_is_not_taken_for_slow_storage(

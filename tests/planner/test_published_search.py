@@ -13,15 +13,13 @@ from workbench.cluster import Topology, read_hardware
 from workbench.planner import Objective, plan
 
 SEARCH = """
-import json, time
+import json
 from planner_samples import published
 from workbench.base import peak_resident_bytes
 from workbench.cluster import Topology, read_hardware
 from workbench.planner import Objective, plan
-began = time.process_time()
 report = plan(published(), Topology.of_hardware(read_hardware("h200"), 512), Objective(context=8192, concurrency=512))
 print(json.dumps({
-    "seconds": time.process_time() - began,
     "peak": peak_resident_bytes(),
     "best": None if report.best is None else str(report.best),
     "considered": report.num_layouts,
@@ -30,8 +28,8 @@ print(json.dumps({
 """
 
 
-def test_a_search_over_512_devices_takes_under_ten_seconds_and_two_gigabytes() -> None:
-    """Seconds of the processor in a fresh process, the import of torch included."""
+def test_a_search_over_512_devices_stays_under_two_gigabytes() -> None:
+    """In a fresh process, the import of torch included; its seconds: tests/benchmarks/bench_published.py."""
     folder = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", SEARCH],
@@ -44,7 +42,6 @@ def test_a_search_over_512_devices_takes_under_ten_seconds_and_two_gigabytes() -
     found = json.loads(done.stdout)
     assert found["considered"] > 1500
     assert found["devices"] >= 16
-    assert found["seconds"] < 10, found
     assert found["peak"] < 2 << 30, found
 
 

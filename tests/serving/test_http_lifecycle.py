@@ -102,7 +102,7 @@ def test_headers_that_do_not_come_end_the_connection(data):
         connection = server.raw(data)
         start = time.monotonic()
         assert connection.recv(100) == b""
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < ServerSettings(model="k3").header_timeout_s, "not the limit that was set"
         assert server.post(ask()).status == 200
 
 

@@ -133,6 +133,9 @@ class Periodic:
             drafts[ask.request_id] = tuple(guesses)
         return drafts
 
+    def begin(self):
+        pass
+
     def close(self):
         pass
 
@@ -421,6 +424,16 @@ def test_a_draft_model_reads_a_long_prompt_bit_by_bit_and_holds_up_nobody():
     found = [drafter.propose(asks) for _ in range(4)]
     assert guessed(found[0], 2) == [9, 10]
     assert [guessed(drafts) for drafts in found] == [[], [], [2, 3], []], "8, 10 and 8 tokens; then nothing new"
+
+
+def test_a_draft_model_begins_anew_with_another_engine():
+    """Its requests have the numbers of those before: nothing that was read for them may count."""
+    runner = Reader(num_slots=4, max_tokens=60)
+    drafter = ModelDrafter(runner, TARGET, 2)
+    drafter.propose([ask([10, 20, 30], [40])])
+    Engine(GuessingRunner(), drafter=drafter)
+    assert guessed(drafter.propose([ask([5], [6])])) == [7, 8]
+    assert runner.slots[0, 0] == [5, 6]
 
 
 def test_a_draft_model_keeps_to_the_room_that_there_is_and_to_its_own_cache():

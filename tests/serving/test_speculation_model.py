@@ -99,3 +99,14 @@ def test_the_model_as_its_own_draft_guesses_what_it_says(root, runner, prompts):
     drawn, stats = run(runner, requests_of(prompts, temperature=0.7, seed=3), ModelDrafter(draft, runner.info, 3))
     assert [len(each) for each in drawn] == [len(each) for each in expected]
     assert 0 < stats.num_accepted <= stats.num_drafted
+
+
+def test_looking_up_begins_anew_with_another_engine(runner, prompts):
+    """Its requests have the numbers of those before: their texts must not be looked up in."""
+    drafter, asked = PromptLookup(3, min_ngram=1), requests_of(prompts)
+    first, _ = run(runner, asked, drafter)
+    again, stats = run(runner, asked[::-1], drafter)
+    fresh, expected = run(runner, asked[::-1], PromptLookup(3, min_ngram=1))
+    assert again == fresh == first[::-1]
+    assert (stats.num_drafted, stats.num_accepted) == (expected.num_drafted, expected.num_accepted)
+    assert stats.num_drafted > 0

@@ -68,8 +68,10 @@ def parse_index(raw: bytes, *, path: Path) -> ShardIndex:
         if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
             raise CheckpointError("index has an unusable tensor name", where=path, found=ascii(name[:60]))
     # A hundred file names stand behind half a million tensors: judge each once.
-    is_sound = {file: is_shard_name(file) for file in files.values() if isinstance(file, str)}
+    is_sound: dict[object, bool] = {}
     for name, file in files.items():
+        if isinstance(file, str) and file not in is_sound:
+            is_sound[file] = is_shard_name(file)
         if not isinstance(file, str) or not is_sound[file]:
             raise CheckpointError(
                 f"index sends {name} to something that is no plain file name",

@@ -74,6 +74,8 @@ class Engine:
         )
         self.draft_error: Exception | None = None
         self._drafter = drafter
+        if drafter is not None:
+            drafter.begin()
         self._clock = clock
         self._changed = threading.Condition()  # guards the scheduler, the table of requests and the flags below
         self._requests: dict[int, tuple[SequenceState, Generation]] = {}

@@ -203,6 +203,9 @@ class KnownAnswers:
             drafts.append(Draft(token_id=token_id ^ 1 if is_wrong and token_id else token_id))
         return tuple(drafts)
 
+    def begin(self) -> None:
+        """It knows prompts, not requests."""
+
     def close(self) -> None:
         """Nothing to end."""
 

@@ -250,7 +250,6 @@ class Scheduler:
                 generated=sequence.generated,
                 sampling=request.sampling,
                 room=room,
-                has_images=bool(request.images),
             )
             asks.append(ask)
         return asks

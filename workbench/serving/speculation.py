@@ -34,7 +34,6 @@ class DraftAsk:
     generated: Sequence[int]  # at least one
     sampling: SamplingParams
     room: int
-    has_images: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +50,9 @@ class Drafter(Protocol):
 
     def propose(self, asks: Sequence[DraftAsk]) -> Drafts:
         """At most `room` guesses for each of the sequences it can guess for, by request."""
+
+    def begin(self) -> None:
+        """Forget all sequences: another engine takes over, whose numbers of requests mean others."""
 
     def close(self) -> None: ...
 
@@ -78,6 +80,9 @@ class PromptLookup:
             if ids:
                 drafts[ask.request_id] = tuple(Draft(token_id=token_id) for token_id in ids)
         return drafts
+
+    def begin(self) -> None:
+        self._texts = {}
 
     def lookup(self, text: array[int], count: int) -> list[int]:
         """Up to `count` ids that followed an earlier occurrence of the ending of `text`; none where there is none."""
@@ -112,8 +117,9 @@ class ModelDrafter:
     """A small model of the same tokenizer goes ahead of the large one, `num_tokens` at a time.
 
     It has a slot for every slot of `target`, reads each prompt at most `step_tokens` tokens per step of the large model
-    (until it has caught up there are no guesses), and looks at no pictures: prompts with some get no guesses. Its own
-    guesses are read tentatively, so its state only ever holds what the large model has confirmed.
+    (until it has caught up there are no guesses). It looks at no pictures and reads the ids that stand in their places,
+    which is enough for what follows from the words: forms, lists, what was said before. Its own guesses are read
+    tentatively, so its state only ever holds what the large model has confirmed.
 
     Above temperature 0 a guess is drawn from the likeliest MAX_LOGPROBS tokens, which is the distribution that `verify`
     is told of. Raises RequestError where the runner does not fit.
@@ -134,7 +140,7 @@ class ModelDrafter:
         self._greedy = SamplingParams(max_tokens=1, num_logprobs=min(MAX_LOGPROBS, info.vocab_size))
 
     def propose(self, asks: Sequence[DraftAsk]) -> Drafts:
-        asks = [ask for ask in asks if not ask.has_images and self._room(ask)]
+        asks = [ask for ask in asks if self._room(ask)]
         ready = self._read(asks)
         drafts: dict[int, list[Draft]] = {ask.request_id: [] for ask, _ in ready}
         while ready:
@@ -142,6 +148,9 @@ class ModelDrafter:
             if ready:
                 ready = self._go_on([ask for ask, _ in ready], drafts)
         return {request_id: tuple(each) for request_id, each in drafts.items() if each}
+
+    def begin(self) -> None:
+        self._draftees.clear()  # each slot is reset before its next use
 
     def close(self) -> None:
         self.runner.close()

@@ -302,22 +302,32 @@ class _Storage:
         return () if group is None else pieces_of(group.scheme, rows, columns, group.group_size)
 
 
-def _as_pieces(tensor: TensorSpec, pieces: tuple[Piece, ...]) -> Iterator[TensorSpec]:
-    module, num_weights = tensor.name.removesuffix(".weight"), math.prod(tensor.shape)
-    if not pieces:
-        yield tensor
-    for piece in pieces:
-        yield TensorSpec(
+def _in_pieces(
+    module: str,
+    shape: tuple[int, ...],
+    pieces: tuple[Piece, ...],
+    *,
+    role: Role,
+    param: str,
+    layer: int | None,
+    expert: int | None = None,
+) -> list[TensorSpec]:
+    """What `module`'s matrix is stored as. A list, and no plain matrix first: this is made half a million times."""
+    num_weights = math.prod(shape)
+    return [
+        TensorSpec(
             name=module + piece.suffix,
             shape=piece.shape,
             dtype=piece.dtype,
-            role=tensor.role,
-            param=tensor.param,
-            layer=tensor.layer,
-            expert=tensor.expert,
+            role=role,
+            param=param,
+            layer=layer,
+            expert=expert,
             part=piece.suffix.lstrip("."),  # type: ignore[arg-type]
             weights=num_weights if piece.holds_weights else 0,
         )
+        for piece in pieces
+    ]
 
 
 # Matrices that a converted checkpoint may store in a scheme of its own.
@@ -328,15 +338,24 @@ _STORED_BY_RULE = re.compile(
 
 def _layer_tensors(spec: ModelSpec, layer: LayerSpec, storage: _Storage) -> Iterator[TensorSpec]:
     """Tensors of one layer, matrices in the pieces that they are stored in."""
-    for tensor in _plain_layer_tensors(spec, layer, storage):
+    for tensor in _plain_layer_tensors(spec, layer):
+        pieces: tuple[Piece, ...] = ()
+        module = tensor.name.removesuffix(".weight")
         if _STORED_BY_RULE.fullmatch(tensor.param.split(".", 2)[2]):
-            module = tensor.name.removesuffix(".weight")
-            yield from _as_pieces(tensor, storage.pieces(module, *tensor.shape, is_expert=False))
+            pieces = storage.pieces(module, *tensor.shape, is_expert=False)
+        if pieces:
+            yield from _in_pieces(
+                module, tensor.shape, pieces, role=tensor.role, param=tensor.param, layer=tensor.layer
+            )
         else:
             yield tensor
+    if isinstance(layer.ffn, MoESpec):
+        prefix = f"language_model.model.layers.{layer.layer_idx}.block_sparse_moe."
+        yield from _expert_tensors(spec, layer, layer.ffn, prefix, storage)
 
 
-def _plain_layer_tensors(spec: ModelSpec, layer: LayerSpec, storage: _Storage) -> Iterator[TensorSpec]:
+def _plain_layer_tensors(spec: ModelSpec, layer: LayerSpec) -> Iterator[TensorSpec]:
+    """All but the routed experts, as if nothing were quantised."""
     d, i = spec.hidden_size, layer.layer_idx
     prefix, target = f"language_model.model.layers.{i}.", f"layers.{i}."
 
@@ -416,7 +435,6 @@ def _plain_layer_tensors(spec: ModelSpec, layer: LayerSpec, storage: _Storage) -
     width = ffn.shared_width
     for x, shape in (("gate", (width, d)), ("up", (width, d)), ("down", (d, width))):
         yield tensor(moe + f"shared_experts.{x}_proj.weight", f"ffn.shared.{x}_proj.weight", shape, "shared_expert")
-    yield from _expert_tensors(spec, layer, ffn, prefix + moe, storage)
 
 
 def _expert_tensors(
@@ -429,16 +447,27 @@ def _expert_tensors(
     ]
     for expert in range(moe.num_experts):
         for x, shape, pieces in forms:
-            plain = TensorSpec(
-                name=f"{prefix}experts.{expert}.{x}.weight",
-                shape=shape,
-                dtype=spec.dtype,
-                role="routed_expert",
-                param=f"layers.{layer.layer_idx}.ffn.experts.{x}.weight",
-                layer=layer.layer_idx,
-                expert=expert,
-            )
-            yield from _as_pieces(plain, pieces)
+            module, param = f"{prefix}experts.{expert}.{x}", f"layers.{layer.layer_idx}.ffn.experts.{x}.weight"
+            if pieces:
+                yield from _in_pieces(
+                    module,
+                    shape,
+                    pieces,
+                    role="routed_expert",
+                    param=param,
+                    layer=layer.layer_idx,
+                    expert=expert,
+                )
+            else:
+                yield TensorSpec(
+                    name=f"{module}.weight",
+                    shape=shape,
+                    dtype=spec.dtype,
+                    role="routed_expert",
+                    param=param,
+                    layer=layer.layer_idx,
+                    expert=expert,
+                )
 
 
 def _edge_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
