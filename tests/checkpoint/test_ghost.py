@@ -371,6 +371,7 @@ def test_interrupted_writing_leaves_nothing_behind(made: Path, tmp_path: Path, m
 
 @pytest.mark.timeout(900)  # half a minute on a calm machine
 @pytest.mark.skipif(not k3_published.INDEX.exists(), reason="the published index is not here")
+@pytest.mark.slow
 def test_published_k3_in_full_size(tmp_path: Path) -> None:
     made = write_ghost(k3_published.CONFIG, tmp_path / "k3", index=k3_published.INDEX)
     assert made.mark.num_tensors == 497_220

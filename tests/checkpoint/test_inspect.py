@@ -176,6 +176,7 @@ def test_published_index_is_read_counted_and_mapped_in_two_gib(published: Path) 
     assert peak < 2 << 30
 
 
+@pytest.mark.slow
 def test_published_index_without_its_files_is_one_error_per_file(published: Path) -> None:
     report = audit(published)
     assert {finding.kind for finding in report.errors} == {"missing_shard"}

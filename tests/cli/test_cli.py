@@ -98,7 +98,7 @@ def test_a_question_that_cannot_be_asked_is_a_usage_error(call: Call, arguments:
     ("arguments", "kind", "message"),
     [
         (["inspect", "no/such"], "ConfigError", "no/such: file is missing. A checkpoint folder holds config.json"),
-        (["inspect", "data"], "ConfigError", "Folders in it that have one: k3-nano, k3-tiny"),
+        (["inspect", "data"], "ConfigError", "Folders in it that have one: k3-nano, k3-nano-draft, k3-tiny"),
         (["inspect", "README.md"], "ConfigError", "not readable as JSON"),
         (["inspect", TINY / "model-00001-of-000012.safetensors"], "ConfigError", "Give the folder it lies in"),
         (["audit", "no/such"], "CheckpointError", "no/such: not a folder"),
@@ -245,6 +245,7 @@ def test_inspect_needs_only_a_config(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not (CONFIG.is_file() and INDEX.is_file()), reason="no copy of the published config and index here")
+@pytest.mark.slow
 def test_inspect_counts_the_published_model_to_the_byte(process: Call, tmp_path: Path) -> None:
     shutil.copyfile(CONFIG, tmp_path / "config.json")
     shutil.copyfile(INDEX, tmp_path / INDEX.name)
@@ -288,6 +289,7 @@ def test_devices_are_told_in_words(call: Call, monkeypatch: pytest.MonkeyPatch) 
     assert "torch" in outcome.out
 
 
+@pytest.mark.slow
 def test_devices_are_measured_as_json(process: Call) -> None:
     outcome = process("devices", "--folder", TINY, "--json")
     assert outcome.code == 0, outcome.err

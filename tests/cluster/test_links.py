@@ -125,6 +125,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_step_and_operation_within_
 
 
 @pytest.mark.usefixtures("few")
+@pytest.mark.slow
 def test_a_rank_that_hangs_before_the_collective_is_told_from_the_one_that_waits() -> None:
     topology = measure("hang before", "all_gather")
     assert "rank 1 began and did not enter within 6 s; rank 0 entered and did not come back" in topology.claims[0]

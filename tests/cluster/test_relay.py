@@ -75,6 +75,7 @@ def test_two_nodes_become_one_topology(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_that_hangs_on_the_other_node_is_ended_there_and_the_rest_measured(tmp_path: Path) -> None:
     topology = read_topology(run_two_nodes(tmp_path, (sys.executable, str(FAULTY), "hang before", "all_gather"), 8.0))
     assert "rank 1 began and did not enter within 8 s; rank 0 entered and did not come back" in topology.claims[0]

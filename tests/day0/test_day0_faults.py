@@ -54,6 +54,7 @@ def test_weights_that_are_all_zero_are_refused_by_name(accept: Accept, copy: Pat
     assert "vision.patch_embed" in acceptance.evidence("loading.rows")
 
 
+@pytest.mark.slow
 def test_one_nibble_of_one_expert_fails_parity_and_names_the_layer(
     accept: Accept, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

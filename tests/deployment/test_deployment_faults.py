@@ -247,6 +247,7 @@ RankRunner.encode_images = encode_images
 """
 
 
+@pytest.mark.slow
 def test_a_picture_whose_encoding_raises_on_a_rank_ends_its_request_unless_the_ranks_fall_out_of_step(
     golden_root, prompts, picture_prompt, tmp_path
 ):

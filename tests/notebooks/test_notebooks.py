@@ -141,8 +141,8 @@ def execute(path: Path, notebook: nbformat.NotebookNode | None = None) -> nbform
     return notebook
 
 
-# Together they take eight minutes of a core: three of them in every run, all of them with `make test-slow`.
-IN_EVERY_RUN = ("01_read_a_checkpoint", "02_shard_load_and_answer", "03_count_fit_plan")
+# Together they take ten minutes of a core: two of them in every run, all of them with `make test-slow`.
+IN_EVERY_RUN = ("01_read_a_checkpoint", "02_shard_load_and_answer")
 
 
 @pytest.mark.notebook

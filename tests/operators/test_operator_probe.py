@@ -131,6 +131,7 @@ def test_an_operator_without_a_kernel_is_seen_to_go_through_the_fallback(monkeyp
     assert "no kernel" in coverage.results[1].detail
 
 
+@pytest.mark.slow
 def test_an_operator_that_hangs_costs_its_time_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"operators": [MM.name], "hanging": [EXP.name]}))
     coverage = probe_operators(inventory(EXP, MM), "fakecard", command=CARD, roofline=False, time_limit_s=20.0)

@@ -22,6 +22,7 @@ from workbench.exam.run import run_exam
 from workbench.parallel import single_context
 from workbench.serving.open import thinks_first
 from workbench.spec import read_spec
+from workbench.training.config import MAX_NEW_TOKENS
 from workbench.training.data.exam import ExamItem
 from workbench.training.data.score import Mark, ScoreTable
 from workbench.training.launch import train
@@ -45,11 +46,11 @@ def examined(monkeypatch: pytest.MonkeyPatch, out: Path, *answers: Answer, **opt
     real, rounds = exam_run.answer_items, iter(answers)
     current = answers[-1]
 
-    def replies(model: Any, ctx: Any, tokenizer: Any, items: Sequence[ExamItem], *, thinking: bool) -> list[str]:
+    def replies(model: Any, ctx: Any, tokenizer: Any, items: Sequence[ExamItem], **how: Any) -> list[str]:
         nonlocal current
         current = next(rounds, current)
-        assert thinking == thinks_first(out / "model")
-        real(model, ctx, tokenizer, items[:1], thinking=thinking, max_new_tokens=2)
+        assert how == {"thinking": thinks_first(out / "model"), "max_new_tokens": MAX_NEW_TOKENS}
+        real(model, ctx, tokenizer, items[:1], **{**how, "max_new_tokens": 2})
         return [current(item) for item in items]
 
     monkeypatch.setattr(exam_run, "answer_items", replies)
@@ -110,7 +111,14 @@ def test_masters_answer_the_same_questions_and_the_loss_is_paired(out: Path, mon
 def test_a_real_model_is_examined_and_its_record_is_read_back(out: Path, tmp_path: Path) -> None:
     said: list[str] = []
     report = run_exam(
-        out / "model", per_kind=2, num_facts=3, activations="float32", against=out, device="cpu", say=said.append
+        out / "model",
+        per_kind=2,
+        num_facts=3,
+        activations="float32",
+        against=out,
+        max_new_tokens=12,
+        device="cpu",
+        say=said.append,
     )
     assert len(said) == 4
     assert (report.settings["precision"], report.settings["activations"]) == ("mxfp4", "float32")
@@ -142,6 +150,7 @@ def test_command_keeps_the_record_and_its_exit_code_is_the_verdict(
     root = tmp_path / "model"
     shutil.copytree(out / "model", root)
     arguments = ["exam", str(root), "--per-kind", "1", "--facts", "2", "--control", "none", "--device", "cpu"]
+    arguments += ["--max-new-tokens", "9"]
     assert main([*arguments, "--save"]) == 1  # three steps teach nothing
     printed = capsys.readouterr()
     assert "held-out questions" in printed.err
@@ -150,6 +159,7 @@ def test_command_keeps_the_record_and_its_exit_code_is_the_verdict(
     assert main([*arguments, "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert (record["ok"], record["controls"], record["settings"]["precision"]) == (False, {}, "mxfp4")
+    assert record["settings"]["max_new_tokens"] == 9
 
 
 def test_masters_of_another_step_or_model_are_refused(out: Path, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_picture_depends_on_its_number_alone_whoever_draws_it() -> None:
     assert draw_batch(spec, processor, 9, 3, range(4)).pictures.tolist() != whole.pictures.tolist()
 
 
+@pytest.mark.slow
 def test_a_taught_tower_shows_things_in_the_words_of_the_text_model() -> None:
     """The middle of the first place points nearer to the embedding of what is there than to those of other colours."""
     config = tiny_config()

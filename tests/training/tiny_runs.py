@@ -75,6 +75,7 @@ eps = 1e-5
 layout = "{layout}"
 checkpoint_steps = {checkpoint_steps}
 exam_steps = {exam_steps}
+exam_tokens = 12
 exam_per_kind = 1
 """
 DEFAULTS = {

@@ -35,6 +35,7 @@ def add(commands: Commands) -> None:
         metavar="RUN",
         help="folder of the training run: compare with its weights before rounding",
     )
+    exam.add_argument("--max-new-tokens", type=count, help="tokens of a reply, thoughts included (default 224)")
     exam.add_argument("--device", default=None, help="device; default: the accelerator of this machine, else cpu")
     exam.add_argument("--save", action="store_true", help="keep the record as exam.json beside the weights")
 
@@ -43,6 +44,7 @@ def _exam(args: argparse.Namespace) -> int:
     from workbench.cluster import default_device
     from workbench.exam.record import CONTROLS, EXAM_NAME
     from workbench.exam.run import run_exam
+    from workbench.training.config import MAX_NEW_TOKENS
 
     report = run_exam(
         args.path,
@@ -52,6 +54,7 @@ def _exam(args: argparse.Namespace) -> int:
         activations=args.activations,
         controls=[name for name in CONTROLS if args.control in (name, "both")],
         against=args.against,
+        max_new_tokens=args.max_new_tokens or MAX_NEW_TOKENS,
         device=args.device or default_device(),
         say=lambda line: say(line, sys.stderr),
     )

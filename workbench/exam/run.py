@@ -22,7 +22,7 @@ from workbench.parallel import RankContext
 from workbench.serving.inputs import Tokenizer, read_tokenizer
 from workbench.serving.open import thinks_first
 from workbench.spec import read_json, read_spec
-from workbench.training.answers import answer_items
+from workbench.training.answers import MAX_NEW_TOKENS, answer_items
 from workbench.training.balance import LoadMeter
 from workbench.training.data.domain import read_facts
 from workbench.training.data.exam import (
@@ -50,6 +50,7 @@ def run_exam(
     activations: str | None = None,
     controls: Sequence[Control] = CONTROLS,
     against: Path | str | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     device: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> ExamReport:
@@ -57,8 +58,9 @@ def run_exam(
 
     `precision` is how the weights are held, as in `load_sharded_weights`, and `activations` what is computed in
     ("float32", "bfloat16"; None: as `precision` says). `against`: the folder of the training run that this checkpoint
-    was exported from; its weights before rounding, in bf16, answer the same questions with the same activations. `say`
-    gets a line per round. One process does it all. Raises as `load_sharded_weights`, `read_tokenizer` and
+    was exported from; its weights before rounding, in bf16, answer the same questions with the same activations. An
+    answer, thoughts included, ends after `max_new_tokens`. `say` gets a line per round. One process does it all. Raises
+    as `load_sharded_weights`, `read_tokenizer` and
     `load_masters` do, ConfigError for a model that takes no pictures, and CheckpointError where `against` has gone on
     training since the export.
     """
@@ -71,10 +73,14 @@ def run_exam(
     loaded = load_sharded_weights(root, precision=precision, dtype=dtype, device=device)
     with _quick_arithmetic():
         try:
+            masters = None
+            if against is not None:  # before the questions, which may take an hour
+                masters, step = load_masters(against, loaded.spec, loaded.ctx, dtype=loaded.model.dtype)
+                _check_same_step(root, Path(against), step)
             pictures = picture_exam(per_kind)
             items = [*pictures, *_spread(fact_exam(read_facts()), num_facts)]
             guesser = BlindGuesser(picture_exam(NUM_TRAINING_QUESTIONS, split="train"))
-            asker = _Asker(loaded.ctx, tokenizer, tell, thinking=thinks_first(root))
+            asker = _Asker(loaded.ctx, tokenizer, tell, thinks_first(root), max_new_tokens)
             meter = LoadMeter(loaded.model)
             try:
                 replies = asker.ask(loaded.model, items, "held-out questions")
@@ -88,9 +94,7 @@ def run_exam(
                 for name, others in blind.items()
             }
             paired: tuple[PairedMarks, ...] = ()
-            if against is not None:
-                masters, step = load_masters(against, loaded.spec, loaded.ctx, dtype=loaded.model.dtype)
-                _check_same_step(root, Path(against), step)
+            if masters is not None:
                 paired = _pair(items, replies, asker.ask(masters, items, "held-out questions, weights before rounding"))
         finally:
             loaded.ctx.close()
@@ -109,13 +113,18 @@ def run_exam(
 class _Asker:
     """Puts questions to models, says how long that took and counts the answers."""
 
-    def __init__(self, ctx: RankContext, tokenizer: Tokenizer, tell: Callable[[str], None], *, thinking: bool) -> None:
-        self.ctx, self.tokenizer, self.tell, self.thinking = ctx, tokenizer, tell, thinking
+    def __init__(
+        self, ctx: RankContext, tokenizer: Tokenizer, tell: Callable[[str], None], thinking: bool, max_new_tokens: int
+    ) -> None:
+        self.ctx, self.tokenizer, self.tell = ctx, tokenizer, tell
+        self.thinking, self.max_new_tokens = thinking, max_new_tokens
         self.num_answers, self.seconds = 0, 0.0
 
     def ask(self, model: Model, items: Sequence[ExamItem], what: str) -> list[str]:
         began = time.perf_counter()
-        replies = answer_items(model, self.ctx, self.tokenizer, items, thinking=self.thinking)
+        replies = answer_items(
+            model, self.ctx, self.tokenizer, items, thinking=self.thinking, max_new_tokens=self.max_new_tokens
+        )
         seconds = time.perf_counter() - began
         self.num_answers, self.seconds = self.num_answers + len(items), self.seconds + seconds
         self.tell(f"{len(items):,} {what}: {seconds:.0f} s")
@@ -174,6 +183,7 @@ def _settings(precision: str, model: Model, asker: _Asker) -> dict[str, object]:
     return {
         "precision": precision,
         "thinking": asker.thinking,
+        "max_new_tokens": asker.max_new_tokens,
         "activations": str(model.dtype).removeprefix("torch."),
         "device": str(asker.ctx.device),
         "answers": asker.num_answers,

@@ -17,12 +17,11 @@ from workbench.nn.cache import StateCache
 from workbench.nn.model import Model
 from workbench.parallel import Pipeline, RankContext, encode_images
 from workbench.serving.inputs import ImageInput, ImageProcessor, Tokenizer, normalise, parse_answer, render_chat
+from workbench.training.config import MAX_NEW_TOKENS
 from workbench.training.data.exam import ExamItem
 from workbench.training.data.scenes import scene_image
 
 __all__ = ["MAX_NEW_TOKENS", "answer_items"]
-
-MAX_NEW_TOKENS = 224  # the longest trained reply, the index of a full picture and what is found in it, has fewer
 
 
 def answer_items(

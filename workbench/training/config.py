@@ -21,6 +21,8 @@ from workbench.serving.inputs.tokenizer_files import K3_RESERVED_OFFSETS, RESERV
 from workbench.spec import ModelSpec, SpecialTokens, parse_config
 from workbench.training.data.chats import Mixture
 
+MAX_NEW_TOKENS = 224  # the longest trained reply, the index of a full picture and what is found in it, has fewer
+
 __all__ = ["OptimiserConfig", "RunConfig", "TowerConfig", "TrainConfig", "read_config"]
 
 T = TypeVar("T")
@@ -74,6 +76,7 @@ class RunConfig:
     checkpoint_steps: int = 250
     exam_steps: int = 500  # a small held-out exam this often; 0 for never
     exam_per_kind: int = 20
+    exam_tokens: int = MAX_NEW_TOKENS  # that a reply in it may have, thoughts included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +110,8 @@ class TrainConfig:
             ("balance_rate is not negative", self.balance_rate >= 0),
             ("threads is at least 1", self.run.threads > 0),
             (
-                "checkpoint_steps is at least 1, exam_steps at least 0",
-                self.run.checkpoint_steps > 0 <= self.run.exam_steps,
+                "checkpoint_steps and exam_tokens are at least 1, exam_steps at least 0",
+                min(self.run.checkpoint_steps, self.run.exam_tokens) > 0 <= self.run.exam_steps,
             ),
             ("adam_lr is positive, muon_lr not negative", self.optimiser.adam_lr > 0 <= self.optimiser.muon_lr),
             ("warmup_steps lies in [0, steps)", 0 <= self.optimiser.warmup_steps < self.steps),

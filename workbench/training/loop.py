@@ -190,7 +190,14 @@ class RankTrainer:
         self.masters.publish(self.as_published)
         items = exam_items(self.config.run.exam_per_kind, self.facts)
         mine = items[self.ctx.coords.dp :: self.ctx.layout.dp]
-        replies = answer_items(self.model, self.ctx, self.tokenizer, mine, thinking=self.config.thinking)
+        replies = answer_items(
+            self.model,
+            self.ctx,
+            self.tokenizer,
+            mine,
+            thinking=self.config.thinking,
+            max_new_tokens=self.config.run.exam_tokens,
+        )
         kinds = sorted({item.kind for item in items})
         marks = torch.zeros(len(kinds), 2, dtype=torch.int64, device=self.ctx.device)
         for item, reply in zip(mine, replies, strict=True):
