@@ -1,5 +1,6 @@
 """Bytes to ranks: a dry run over headers, exact reads through a bounded window, and a ledger of every row written."""
 
+from workbench.loading.expert_source import ExpertMemory
 from workbench.loading.ledger import Ledger, LedgerEntry, SourceRef
 from workbench.loading.load import LoadedModel, LoadStats, load_rank, load_sharded_weights
 from workbench.loading.pieces import Piece, PiecewiseLoad, PreparedLoad, load_in_pieces, prepare_load
@@ -11,6 +12,7 @@ from workbench.loading.transform import Transform
 
 __all__ = [
     "Assignment",
+    "ExpertMemory",
     "Extent",
     "Ledger",
     "LedgerEntry",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.checkpoint.checkpoint import Checkpoint
+from workbench.loading.expert_source import ExpertMemory, page_experts
 from workbench.loading.host_memory import HostMemory
 from workbench.loading.ledger import Ledger
 from workbench.loading.plan import plan_load
@@ -84,6 +85,7 @@ def load_sharded_weights(
     progress: ProgressCallback | None = None,
     device: torch.device | str | None = None,
     check: bool = True,
+    expert_memory: ExpertMemory | None = None,
 ) -> LoadedModel:
     """Load this rank's share of a checkpoint; every rank of the process group calls it.
 
@@ -93,6 +95,8 @@ def load_sharded_weights(
     `device`: where the weights go; by default the mesh's device, else the accelerator if there is one, else the CPU.
     `window_bytes` bounds everything in host memory beyond the weights: staged bytes and temporaries of a transform.
     `check=False` leaves out content checks (norms, zeros); what is written where is accounted for either way.
+    `expert_memory`: hold only so much of the routed experts and fetch the rest when they are used (see
+    `nn.expert_pool`); they are then no part of the ledger, and a second window of host memory is taken.
 
     A ghost (see `workbench.checkpoint`) is loaded like weights: its zeros are expected, its ledger says what it is, and
     a value that is not zero is an error.
@@ -121,6 +125,7 @@ def load_sharded_weights(
             progress=progress,
             device=ctx.device,
             check=check,
+            expert_memory=expert_memory,
         )
     except BaseException:
         ctx.close()
@@ -141,6 +146,7 @@ def load_rank(
     device: torch.device | str = "cpu",
     check: bool = True,
     reader: ShardReader | None = None,
+    expert_memory: ExpertMemory | None = None,
 ) -> tuple[Model, Ledger, LoadStats]:
     """The part of the model that `rank` of `layout` holds, filled but not connected to any group.
 
@@ -148,7 +154,11 @@ def load_rank(
     """
     began = time.perf_counter()
     model = build_stage(checkpoint.spec, layout, rank, precision=precision, dtype=dtype)
-    plan = plan_load(checkpoint, model, layout, rank)
+    plan, pool = plan_load(checkpoint, model, layout, rank), None
+    if expert_memory is not None:
+        plan, pool = page_experts(
+            checkpoint.root, model, plan, memory=expert_memory, window_bytes=window_bytes, device=torch.device(device)
+        )
     window = Window.of(window_bytes)
     if reader is None:
         reader = ShardReader(checkpoint.root, rank=rank, scratch_bytes=window.scratch, policy=ReadPolicy())
@@ -171,7 +181,7 @@ def load_rank(
         bytes_read=reader.bytes_read,
         bytes_assigned=plan.bytes_assigned,
         bytes_read_through=reader.bytes_through,
-        resident_bytes=sum(x.nbytes for x in [*model.parameters(), *model.buffers()]),
+        resident_bytes=sum(x.nbytes for x in tensors_of(model).values()) + (pool.num_bytes if pool else 0),
         window_bytes=window_bytes,
         peak_host_bytes=memory.growth,
         num_reads=reader.num_reads,

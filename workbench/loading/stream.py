@@ -17,7 +17,7 @@ from workbench.loading.plan import SCALES, Assignment, LoadPlan
 from workbench.loading.reader import ShardReader
 from workbench.loading.schedule import Batch, Chunk, Window, schedule
 
-__all__ = ["LoadProgress", "ProgressCallback", "Throttle", "Writer", "staging_slots", "stream"]
+__all__ = ["LoadProgress", "ProgressCallback", "Throttle", "Writer", "staged_parts", "staging_slots", "stream"]
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -89,7 +89,7 @@ class Writer:
 
     def _write_chunk(self, chunk: Chunk, staged: Tensor) -> None:
         x, rows = chunk.assignment, (chunk.first, chunk.last)
-        parts = {part: self._view(chunk, part, staged) for part in x.sources}
+        parts = staged_parts(chunk, staged)
         for name, (output, values) in x.transform.apply(parts).items():
             part = x.transform.all_targets[name]
             names = [part] if values is None and part in x.sources else list(x.sources)
@@ -104,15 +104,6 @@ class Writer:
             if scale is not None and part != "weight_scale":
                 self.ledger.observe_scale(name, x.slot, scale)
 
-    def _view(self, chunk: Chunk, part: str, staged: Tensor) -> Tensor:
-        source, at = chunk.assignment.sources[part], chunk.staged[part]
-        first, last = source.rows_for(chunk.first, chunk.last)
-        num_rows = last - first
-        raw = staged[at : at + num_rows * source.row_bytes]
-        if at % source.dtype.itemsize:  # a file may hold tensors at any byte
-            raw = raw.clone()
-        return raw.view(source.dtype).view(num_rows, *source.row_shape)
-
     def _check_padding(self, chunk: Chunk, staged: Tensor) -> None:
         at, extent = chunk.staged["weight"], chunk.extents["weight"]
         if staged[at : at + extent.num_bytes].any():
@@ -124,6 +115,19 @@ class Writer:
                 found=f"{extent.num_bytes} bytes with values in them",
                 expected="zeros, as padding is",
             )
+
+
+def staged_parts(chunk: Chunk, staged: Tensor) -> dict[str, Tensor]:
+    """The rows of a chunk as they were read, by part: views of `staged` wherever its bytes are aligned."""
+    parts = {}
+    for part, source in chunk.assignment.sources.items():
+        at = chunk.staged[part]
+        first, last = source.rows_for(chunk.first, chunk.last)
+        raw = staged[at : at + (last - first) * source.row_bytes]
+        if at % source.dtype.itemsize:  # a file may hold tensors at any byte
+            raw = raw.clone()
+        parts[part] = raw.view(source.dtype).view(last - first, *source.row_shape)
+    return parts
 
 
 def _refs(x: Assignment, parts: list[str]) -> tuple[SourceRef, ...]:

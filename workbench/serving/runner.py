@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.base import LayoutError, RequestError, WorkbenchError
-from workbench.loading import load_sharded_weights
+from workbench.loading import ExpertMemory, load_sharded_weights
 from workbench.nn.batch import TokenBatch
 from workbench.nn.cache import Cache, Page, StateCache
 from workbench.nn.model import Model
@@ -245,12 +245,16 @@ class LocalRunner:
         num_slots: int = 8,
         max_tokens: int = 4096,
         kv_dtype: str = "auto",
+        expert_memory: ExpertMemory | None = None,
     ) -> LocalRunner:
-        """Load a whole checkpoint into this process. `kv_dtype`: how rows of tokens are cached, see `nn.rows`.
+        """Load a whole checkpoint into this process. `kv_dtype`: how rows of tokens are cached, see `nn.rows`;
+        `expert_memory`: how much of the experts is held, see `load_sharded_weights`.
 
         Raises as `load_sharded_weights`, and ConfigError for an unknown `kv_dtype`.
         """
         check_kv_dtype(kv_dtype)
-        loaded = load_sharded_weights(model_path, precision=precision, dtype=dtype, device=device)
+        loaded = load_sharded_weights(
+            model_path, precision=precision, dtype=dtype, device=device, expert_memory=expert_memory
+        )
         loaded.model.eval().requires_grad_(False)
         return cls(RankRunner(loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype))
