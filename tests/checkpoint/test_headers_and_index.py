@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +250,19 @@ def test_index_that_unpacks_without_end_is_cut_off(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(index_module, "MAX_INDEX_BYTES", 1 << 16)
     with pytest.raises(CheckpointError, match="over the size limit"):
         read_index(index_of(tmp_path, b" " * (1 << 20), surgery.INDEX + ".gz"))
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_reading_an_index_takes_memory_for_what_is_there_and_not_for_the_limit(tmp_path: Path, ending: str) -> None:
+    content = json.dumps({"weight_map": {"a": "x.safetensors"}}).encode()
+    path = tmp_path / f"model.safetensors.index.json{ending}"
+    path.write_bytes(gzip.compress(content) if ending else content)
+    tracemalloc.start()
+    try:
+        assert read_index(path).files == {"a": "x.safetensors"}
+        assert tracemalloc.get_traced_memory()[1] < 8 * index_module.READ_BYTES < index_module.MAX_INDEX_BYTES / 8
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_usual_index_name_wins_and_several_unusual_ones_are_ambiguous(tmp_path: Path) -> None:

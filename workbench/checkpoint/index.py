@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from workbench.base import CheckpointError, short_repr
@@ -18,6 +19,7 @@ __all__ = ["INDEX_NAME", "ShardIndex", "find_index", "is_shard_name", "parse_ind
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 1 << 29  # K3's index is 60 MB for half a million names; a gzip bomb must end here
+READ_BYTES = 1 << 20
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 
 
@@ -47,12 +49,20 @@ def read_index(path: Path) -> ShardIndex:
     fd = open_regular(path)
     try:
         with os.fdopen(fd, "rb") as file, gzip.open(file) if path.suffix == ".gz" else file as stream:
-            raw = stream.read(MAX_INDEX_BYTES + 1)
+            raw = _read_at_most(stream, MAX_INDEX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise CheckpointError(f"index cannot be read: {short_repr(str(error))}", where=path) from None
     if len(raw) > MAX_INDEX_BYTES:
         raise CheckpointError("index is over the size limit", where=path, expected=f"up to {MAX_INDEX_BYTES} bytes")
     return parse_index(raw, path=path)
+
+
+def _read_at_most(stream: gzip.GzipFile | BufferedReader, limit: int) -> bytes:
+    """Bit by bit: asked for all at once, a buffered file takes memory for the limit and not for what is there."""
+    content = bytearray()
+    while len(content) < limit and (piece := stream.read(min(READ_BYTES, limit - len(content)))):
+        content += piece
+    return bytes(content)
 
 
 def parse_index(raw: bytes, *, path: Path) -> ShardIndex:
