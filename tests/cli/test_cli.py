@@ -76,6 +76,8 @@ def test_every_command_explains_itself_and_has_a_json_form(command: str, capsys:
         (["generate", TINY], "required: text"),
         (["generate", TINY, "hi", "--max-tokens", "0"], "'0' is not a number from 1"),
         (["generate", TINY, "hi", "--temperature", "nan"], "'nan' is not a temperature from 0"),
+        (["generate", TINY, "hi", "--expert-memory", "2 kg"], "'2 kg' is not a size above 0"),
+        (["generate", TINY, "hi", "--expert-memory", "0"], "'0' is not a size above 0"),
         (["day0", TINY, "--max-first-token-s", "0"], "'0' is not a time in seconds above 0"),
         (["compare", "one"], "required: new"),
         (["exam", TINY, "--per-kind", "0"], "'0' is not a number from 1"),
@@ -92,6 +94,17 @@ def test_a_question_that_cannot_be_asked_is_a_usage_error(call: Call, arguments:
     assert (outcome.code, outcome.err) == (2, "")
     assert outcome.record["error"]["type"] == "UsageError"
     assert message in outcome.record["error"]["message"]
+
+
+def test_host_memory_for_experts_alone_is_a_usage_error(call: Call) -> None:
+    outcome = call("generate", TINY, "hi", "--expert-host-memory", "1GiB")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("UsageError: --expert-host-memory is more of --expert-memory")
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("2GiB", 2 << 30), ("1.5 kB", 1500), ("500M", 500 * 10**6), ("7", 7)])
+def test_sizes_are_read_with_their_units(text: str, num_bytes: int) -> None:
+    assert size(text) == num_bytes
 
 
 @pytest.mark.parametrize(

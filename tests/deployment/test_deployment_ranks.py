@@ -16,6 +16,8 @@ from safetensors.numpy import load_file
 from workbench.base import ConfigError, DeploymentError, LayoutError, RequestError
 from workbench.deployment import Deployment
 from workbench.deployment import handle as handle_module
+from workbench.deployment.experts import expert_use
+from workbench.loading import ExpertMemory
 from workbench.placement import Layout
 from workbench.serving import Engine, GenerationRequest, PlacedImage, SamplingParams
 from workbench.serving.invariance import KnownAnswers, check_invariance, invariance_requests, tolerance_of
@@ -237,6 +239,21 @@ def test_what_does_not_fit_is_refused_before_any_process_starts(golden_root, tmp
         Deployment.start(tmp_path)
     with pytest.raises(RequestError, match="the model's context"):
         Deployment.start(golden_root, max_tokens=10**9)
+
+
+def test_ranks_that_hold_a_part_of_their_experts_answer_the_same(golden_root, prompts):
+    memory = ExpertMemory(700_000)
+    with Deployment.start(
+        golden_root, Layout(tp=2, ep=2), precision="fp32", num_slots=5, max_tokens=200, expert_memory=memory
+    ) as deployment:
+        assert greedy_tokens(deployment, prompts.values()) == [p["greedy_fp32"] for p in prompts.values()]
+        uses = expert_use(deployment)
+        resident = [report.stats["resident_bytes"] for report in deployment.reports]
+    assert all(0 < use.num_resident < use.num_used for use in uses)
+    assert all(use.num_resident + use.num_ahead + use.num_waited == use.num_used for use in uses)
+    with Deployment.start(golden_root, Layout(tp=2, ep=2), precision="fp32", num_slots=5, max_tokens=200) as deployment:
+        assert all(use.num_used == 0 for use in expert_use(deployment)), "they hold all"
+        assert all(a.stats["resident_bytes"] > b for a, b in zip(deployment.reports, resident, strict=True))
 
 
 def test_guesses_that_hold_in_part_leave_the_answers_of_two_ranks_as_they_are(pair, prompts):

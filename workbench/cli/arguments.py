@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,6 +14,7 @@ from workbench.base import LayoutError
 
 if TYPE_CHECKING:
     from workbench.deployment import Deployment
+    from workbench.loading import ExpertMemory
     from workbench.placement import Layout
 
 __all__ = [
@@ -32,12 +34,16 @@ __all__ = [
     "number",
     "precision",
     "seconds",
+    "size",
     "temperature",
 ]
 
 PRECISIONS = ("fp32", "bf16", "fp8", "int8", "int4", "mxfp4")
 PRECISION_NAMES = f"{'|'.join(PRECISIONS)}|MAP.json"
 Commands = argparse._SubParsersAction  # what a command is added to
+
+
+_FACTORS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 
 
 class UsageError(Exception):
@@ -90,6 +96,18 @@ def cache_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how rows of tokens are cached (default auto: as they are computed; else one byte a value)",
     )
+    parser.add_argument(
+        "--expert-memory",
+        type=size,
+        metavar="SIZE",
+        help="hold only so much of the routed experts on each rank (2GiB, 500MB) and fetch the rest when they are used",
+    )
+    parser.add_argument(
+        "--expert-host-memory",
+        type=size,
+        metavar="SIZE",
+        help="with --expert-memory: keep so much more of them in host memory (default: a few, on their way)",
+    )
 
 
 def number(text: str, kind: Callable[[str], float], what: str, is_good: Callable[[float], bool]) -> Any:
@@ -104,6 +122,17 @@ def number(text: str, kind: Callable[[str], float], what: str, is_good: Callable
 
 def count(text: str) -> int:
     return int(number(text, int, "a number from 1", lambda value: value >= 1))
+
+
+def size(text: str) -> int:
+    """Bytes of "2GiB", "500MB" or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?", text.strip())
+    factor = _FACTORS[(match[2] or "").removesuffix("i")] if match else 0
+    base = 1024 if match and match[2] and match[2].endswith("i") else 1000
+    value = int(float(match[1]) * base**factor) if match else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0 such as 2GiB, 500MB or a number of bytes")
+    return value
 
 
 def limit(text: str) -> int:
@@ -154,7 +183,19 @@ def deployment_options(args: argparse.Namespace, *, num_slots: int) -> dict[str,
         "num_slots": num_slots,
         "max_tokens": args.max_tokens_per_sequence or min(4096, read_spec(args.path).max_context),
         "kv_dtype": getattr(args, "kv_cache_dtype", "auto"),
+        "expert_memory": _expert_memory(args),
     }
+
+
+def _expert_memory(args: argparse.Namespace) -> ExpertMemory | None:
+    held, in_host = getattr(args, "expert_memory", None), getattr(args, "expert_host_memory", None)
+    if held is None:
+        if in_host is not None:
+            raise UsageError("--expert-host-memory is more of --expert-memory, which says how much is held for use")
+        return None
+    from workbench.loading import ExpertMemory
+
+    return ExpertMemory(held, in_host or 0)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from workbench.base import RequestError
 from workbench.cli.arguments import Commands, cache_arguments, command, count, deploy, deployment_arguments, temperature
 from workbench.cli.show import show
+from workbench.cli.terminal import say
 
 
 def add(commands: Commands) -> None:
@@ -42,6 +44,7 @@ def _load(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from workbench.deployment.experts import expert_use
     from workbench.serving import ImageProcessor, SamplingParams, open_service, read_tokenizer
     from workbench.spec import read_spec
 
@@ -62,5 +65,8 @@ def _generate(args: argparse.Namespace) -> int:
             seed=args.seed,
             thinking=args.thinking,
         )
+        if args.expert_memory is not None:
+            for rank, use in enumerate(expert_use(deployment)):
+                say(f"rank {rank}: {use}", sys.stderr)
     show(args, answer)
     return 0

@@ -17,7 +17,7 @@ from workbench.align.replay import replaying
 from workbench.base import DeploymentError, LoadError, WorkbenchError, peak_resident_bytes
 from workbench.deployment.capture import capturing, read_cache, to_numpy
 from workbench.deployment.records import LoadProgress, LoadReport, RankStats
-from workbench.loading import LoadedModel, load_sharded_weights
+from workbench.loading import ExpertMemory, LoadedModel, load_sharded_weights
 from workbench.loading.load import LoadProgress as RawProgress
 from workbench.parallel import join_processes
 from workbench.placement import Layout
@@ -58,6 +58,7 @@ class RankCommands:
         num_slots: int,
         max_tokens: int,
         kv_dtype: str,
+        expert_memory: ExpertMemory | None,
         init_method: str,
         collective_timeout_s: float,
     ) -> LoadReport:
@@ -99,6 +100,7 @@ class RankCommands:
             dtype=_dtype(dtype),
             device=place,
             progress=progress,
+            expert_memory=expert_memory,
         )
         loaded.model.eval().requires_grad_(False)
         worker.watch(loaded.ctx.log)

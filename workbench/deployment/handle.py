@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from workbench.serving.steps import (
     runner_info,
 )
 from workbench.spec import ModelSpec, read_spec, require_runnable
+
+if TYPE_CHECKING:
+    from workbench.loading import ExpertMemory
 
 __all__ = ["Deployment", "Timeouts"]
 
@@ -95,6 +98,7 @@ class Deployment:
         num_slots: int = 8,
         max_tokens: int = 4096,
         kv_dtype: str = "auto",
+        expert_memory: ExpertMemory | None = None,
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
         timeouts: Timeouts | None = None,
@@ -105,7 +109,8 @@ class Deployment:
 
         `device`: "cpu", "auto" (the accelerator where there is one) or a device type. `dtype`: of activations, by torch
         dtype or its name. `num_slots` sequences of `max_tokens` tokens per replica, whose rows are cached as
-        `kv_dtype` ("auto": in the activation dtype; see `nn.rows`). `threads` per rank: the cores
+        `kv_dtype` ("auto": in the activation dtype; see `nn.rows`). `expert_memory`: hold only so much of the routed
+        experts on each rank and fetch the rest when they are used (see `nn.expert_pool`). `threads` per rank: the cores
         divided among them, unless OMP_NUM_THREADS says otherwise. `env` adds variables for the ranks. `on_progress` is
         called in this thread. `module`: what a rank runs in place of the worker, ending in its `main`. Raises a rank's
         own LoadError, CheckpointError, LayoutError, ... with the rank named, WorkerDiedError for one that ended,
@@ -146,6 +151,7 @@ class Deployment:
             num_slots=num_slots,
             max_tokens=max_tokens,
             kv_dtype=kv_dtype,
+            expert_memory=expert_memory,
             init_method=f"file://{folder / 'rendezvous'}",
             on_progress=on_progress,
         )
@@ -164,6 +170,7 @@ class Deployment:
         num_slots: int = 8,
         max_tokens: int = 4096,
         kv_dtype: str = "auto",
+        expert_memory: ExpertMemory | None = None,
         timeouts: Timeouts | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
         on_listening: Callable[[Address], None] | None = None,
@@ -198,6 +205,7 @@ class Deployment:
             num_slots=num_slots,
             max_tokens=max_tokens,
             kv_dtype=kv_dtype,
+            expert_memory=expert_memory,
             init_method="env://",
             on_progress=on_progress,
         )

@@ -62,6 +62,11 @@ class ExpertUse:
         """Share of uses that found their expert in a slot; 1 where nothing was used."""
         return self.num_resident / self.num_used if self.num_used else 1.0
 
+    def __str__(self) -> str:
+        parts = ((self.num_resident, "resident"), (self.num_ahead, "came ahead"), (self.num_waited, "waited for"))
+        shares = ", ".join(f"{num / max(1, self.num_used):.1%} {what}" for num, what in parts)
+        return f"{self.num_used:,} uses of experts: {shares} ({self.seconds_waited:.2f} s)"
+
     def __sub__(self, before: ExpertUse) -> ExpertUse:
         return ExpertUse(
             self.num_used - before.num_used,
