@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from k3_published import CONFIG, INDEX
 
+from workbench.cli.arguments import size
 from workbench.cluster import survey_machine
 from workbench.deployment import Deployment
 from workbench.spec import read_spec

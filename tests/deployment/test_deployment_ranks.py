@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_refused_before_any_process_starts(golden_root, tmp
 
 
 def test_ranks_that_hold_a_part_of_their_experts_answer_the_same(golden_root, prompts):
-    memory = ExpertMemory(700_000)
+    memory = ExpertMemory(3_000_000)
     with Deployment.start(
         golden_root, Layout(tp=2, ep=2), precision="fp32", num_slots=5, max_tokens=200, expert_memory=memory
     ) as deployment:
