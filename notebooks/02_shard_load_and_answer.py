@@ -236,7 +236,8 @@ print(f"measured over floor: {timings.per_token_s / floor_s:,.0f} times")
 # ## 7 A load worth watching
 #
 # Three megabytes are read before a picture of it can be drawn. So we make a larger random checkpoint, 164 MB, and watch
-# both ranks read it. We expect two lines that rise together, each to half of the bytes and a little more.
+# both ranks read it. We expect two lines that rise together, each to half of the bytes and a little more, and that no
+# rank takes more memory than its weights and the window it reads through, 64 MiB.
 
 # %%
 folder = TemporaryDirectory()
@@ -253,7 +254,7 @@ with (
 folder.cleanup()
 
 # %%
-keys = ("bytes_assigned", "bytes_read", "seconds", "bytes_per_s", "peak_host_bytes", "resident_bytes")
+keys = ("bytes_assigned", "bytes_read", "seconds", "bytes_per_s", "peak_host_bytes", "resident_bytes", "window_bytes")
 rows = tuple((f"rank {rank}", *(row[key] for key in keys)) for rank, row in enumerate(larger_stats))
 Table(columns=("", *keys), rows=rows)
 
@@ -261,6 +262,7 @@ Table(columns=("", *keys), rows=rows)
 assert progress.watch.snapshot().is_done
 assert progress.num_redraws >= 2  # it moved while the cell was waiting
 assert all(row["bytes_read"] <= 1.02 * row["bytes_assigned"] for row in larger_stats)
+assert all(row["peak_host_bytes"] <= row["resident_bytes"] + row["window_bytes"] for row in larger_stats)
 
 # %% [markdown]
 # ## 8 A rank dies

@@ -191,8 +191,9 @@ Table(columns=("measured here", "value"), rows=rows, note=f"{coverage.taken_at},
 
 # %% [markdown]
 # A share above 100 % is no merit and no error of the clock: tried again and again, a small tensor lies in a cache, and
-# the limit is that of memory. Weights that a step reads once are never so lucky. And the figures are those of this
-# machine at this moment; another process on the same cores halves them.
+# the limit is that of memory. Weights that a step reads once are never so lucky. Or it is the limit that is too low,
+# because it was measured while another process had its share of the machine. The figures are those of this moment;
+# another process on the same cores halves them.
 #
 # ## 6 The gate
 #

@@ -18,12 +18,11 @@ from workbench.align import (
     Trace,
     align_model,
     counter_test,
-    deployment_forward,
-    deployment_replay,
     held_weights,
     model_forward,
     model_replay,
     schemes_of,
+    served_by,
 )
 from workbench.align.merge import redo_split, undo_split
 from workbench.align.metrics import logit_agreement, measure, router_agreement
@@ -50,27 +49,19 @@ def model(root: Path) -> Model:
     return load_sharded_weights(root, precision="bf16", device="cpu").model.requires_grad_(False).eval()
 
 
-def served_by(model: Model, dtype: torch.dtype = torch.bfloat16) -> Served:
+def served_here(model: Model, dtype: torch.dtype = torch.bfloat16) -> Served:
     return Served(forward=model_forward(model), replay=model_replay(model), dtype=dtype, label="in process")
 
 
 def deployed(root: Path, layout: Layout, precision: str, prompts: Sequence[ParityPrompt]):  # type: ignore[no-untyped-def]
-    spec = read_spec(root)
     with Deployment.start(root, layout, precision=precision, device="cpu", num_slots=1, max_tokens=16) as deployment:
-        served = Served(
-            forward=deployment_forward(deployment),
-            replay=deployment_replay(deployment),
-            dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
-            label=str(layout),
-            held=held_weights(
-                spec, schemes_of(spec, precision), layout, torch.float32 if precision == "fp32" else torch.bfloat16
-            ),
-        )
+        served = served_by(deployment, precision=precision)
+        assert served.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
         return align_model(served, root, prompts)
 
 
 def test_the_error_of_a_step_is_told_from_what_it_inherits(root: Path, model: Model) -> None:
-    report = align_model(served_by(model), root, PROMPTS)
+    report = align_model(served_here(model), root, PROMPTS)
     assert report.passed, report.render()
     rows = {row.name: row for row in report.rows if row.prompt == "text"}
     late = rows["L4.attn_in"]
@@ -148,7 +139,7 @@ def test_weights_that_are_approximated_are_judged_by_what_is_held(root: Path) ->
     held = load_sharded_weights(root, precision="fp8", device="cpu").model.requires_grad_(False).eval()
     spec = held.spec
     change = held_weights(spec, schemes_of(spec, "fp8"))
-    served = served_by(held)
+    served = served_here(held)
     blind = align_model(served, root, PROMPTS[:1])
     assert not blind.passed, "published weights are others"
     seeing = align_model(Served(**{**vars(served), "held": change}), root, PROMPTS[:1])
@@ -158,12 +149,12 @@ def test_weights_that_are_approximated_are_judged_by_what_is_held(root: Path) ->
 
 def test_what_cannot_be_aligned_is_refused(root: Path, model: Model) -> None:
     with pytest.raises(RequestError, match="nothing to align on"):
-        align_model(served_by(model), root, [])
+        align_model(served_here(model), root, [])
     with pytest.raises(RequestError, match="no noise floor"):
-        align_model(served_by(model, torch.float16), root, PROMPTS[:1])
+        align_model(served_here(model, torch.float16), root, PROMPTS[:1])
     reference = ForeignTrace(traces=[{}], dtype=torch.float32, label="one")
     with pytest.raises(RequestError, match="traces for 2 prompts"):
-        align_model(served_by(model), root, PROMPTS, reference=reference)
+        align_model(served_here(model), root, PROMPTS, reference=reference)
 
 
 def test_splitting_again_is_the_inverse_of_joining(root: Path) -> None:

@@ -14,7 +14,7 @@ from rank_helpers import command_line, environment, greedy_tokens, is_alive, pic
 from safetensors.numpy import load_file
 
 from workbench.base import ConfigError, DeploymentError, LayoutError, RequestError
-from workbench.deployment import Deployment
+from workbench.deployment import Deployment, LoadSummary
 from workbench.deployment import handle as handle_module
 from workbench.deployment.experts import expert_use
 from workbench.loading import ExpertMemory
@@ -36,7 +36,13 @@ def progress():
 @pytest.fixture(scope="module")
 def pair(golden_root, progress):
     with Deployment.start(
-        golden_root, Layout(tp=2), precision="fp32", num_slots=5, max_tokens=200, on_progress=progress.append
+        golden_root,
+        Layout(tp=2),
+        precision="fp32",
+        num_slots=5,
+        max_tokens=200,
+        window_bytes=1 << 20,
+        on_progress=progress.append,
     ) as deployment:
         yield deployment
 
@@ -77,6 +83,17 @@ def test_ledgers_and_load_stats_account_for_what_each_rank_read(pair):
         assert ledger["rank"] == rank
         assert ledger["rows"] == ledger["rows_written"]
         assert stats["bytes_assigned"] <= stats["bytes_read"] <= 1.02 * stats["bytes_assigned"]
+        assert stats["window_bytes"] == 1 << 20
+
+
+def test_stages_of_a_load_come_from_every_rank_with_its_progress_and_into_the_summary(pair, progress):
+    summary = LoadSummary.of(pair.reports).to_json()
+    for rank, record in enumerate(pair.load_stages):
+        assert (record["rank"], record["bytes_by_stage"]["read"]) == (rank, pair.load_stats[rank]["bytes_read"])
+        assert record["seconds"] == pair.load_stats[rank]["seconds"]
+        assert [p.stages for p in progress if p.rank == rank][-1] == record["seconds_by_stage"]
+        assert summary["ranks"][rank]["seconds_by_stage"] == record["seconds_by_stage"]
+        assert record["seconds_by_stage"]["check"] > 0
 
 
 def test_logits_of_whole_prompts_match_the_reference(pair, prompts, golden_root):

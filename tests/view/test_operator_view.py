@@ -66,6 +66,13 @@ def test_rate_bars_weigh_operators_by_all_their_calls_and_tell_of_caches() -> No
     assert chart.values == (pytest.approx(25), pytest.approx(150))
     assert chart.texts[0].endswith("100 µs")
     assert chart.title.startswith("mm at 25 % of its limit")
-    assert "1 of 2 shapes pass theirs: found in a cache" in chart.note
+    assert (
+        chart.note
+        == "1 of 2 shapes pass the limits measured on card:0: they lie in a cache, or the device had other work then"
+    )
+    assert (
+        rate_bars(record(result("mm", seconds=2e-6, share=0.25))).note
+        == "0 of 1 shapes pass the limits measured on card:0"
+    )
     with pytest.raises(ValueError, match="known limit"):
         rate_bars(record(result("mm")))

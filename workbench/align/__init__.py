@@ -6,7 +6,7 @@ from workbench.align.capture import Capture
 from workbench.align.compare import Comparison, TensorDiff, compare_traces
 from workbench.align.counter_report import CounterTests, SuspectResult
 from workbench.align.countertests import counter_test
-from workbench.align.deployed import TraceSource, deployment_forward, deployment_replay
+from workbench.align.deployed import TraceSource, deployment_forward, deployment_replay, served_by
 from workbench.align.held import held_weights, schemes_of
 from workbench.align.merge import merge_ranks, undo_split
 from workbench.align.metrics import Distance, LogitAgreement, RouterAgreement
@@ -95,6 +95,7 @@ __all__ = [
     "reference_traces",
     "reference_vision",
     "schemes_of",
+    "served_by",
     "sweep_checkpoint",
     "sweep_precisions",
     "tolerance_for",

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.align.alignment import Served
+from workbench.align.held import held_weights, schemes_of
 from workbench.align.merge import merge_ranks
 from workbench.align.parity import ParityPrompt, TraceForward, TraceReplay
 from workbench.align.reference import Trace
@@ -20,7 +22,7 @@ from workbench.base import DeploymentError, RequestError
 from workbench.placement import Layout
 from workbench.spec import ModelSpec
 
-__all__ = ["TraceSource", "deployment_forward", "deployment_replay"]
+__all__ = ["TraceSource", "deployment_forward", "deployment_replay", "served_by"]
 
 
 class TraceSource(Protocol):
@@ -90,6 +92,20 @@ def deployment_replay(deployment: TraceSource) -> TraceReplay:
         return merged
 
     return replay
+
+
+def served_by(deployment: TraceSource, *, precision: str, dtype: torch.dtype | None = None) -> Served:
+    """The ranks of `deployment`, which were started with `precision` (a name or a map) and `dtype`, to be judged by
+    what they hold. `dtype` is that of activations; as for a start, float32 for "fp32" and else bfloat16."""
+    spec, layout = deployment.spec, deployment.layout
+    dtype = dtype or (torch.float32 if precision == "fp32" else torch.bfloat16)
+    return Served(
+        forward=deployment_forward(deployment),
+        replay=deployment_replay(deployment),
+        dtype=dtype,
+        label=f"{layout} in {precision}",
+        held=held_weights(spec, schemes_of(spec, precision), layout, dtype),
+    )
 
 
 def _cut(

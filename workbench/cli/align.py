@@ -48,14 +48,10 @@ def _align(args: argparse.Namespace) -> int:
     import torch
 
     from workbench.align import (
-        Served,
         align_model,
         counter_test,
-        deployment_forward,
-        deployment_replay,
-        held_weights,
         read_trace_folder,
-        schemes_of,
+        served_by,
         write_trace_folder,
     )
     from workbench.cluster import default_device
@@ -77,13 +73,7 @@ def _align(args: argparse.Namespace) -> int:
         num_slots=1,
         max_tokens=longest,
     ) as deployment:
-        served = Served(
-            forward=deployment_forward(deployment),
-            replay=deployment_replay(deployment),
-            dtype=getattr(torch, dtype),
-            label=f"{layout} in {args.precision}",
-            held=held_weights(spec, schemes_of(spec, args.precision), layout, getattr(torch, dtype)),
-        )
+        served = served_by(deployment, precision=args.precision, dtype=getattr(torch, dtype))
         report = align_model(served, args.path, prompts, reference=None if folder is None else folder.as_reference())
         if args.save is not None:
             write_trace_folder(args.save, prompts, served.forward(prompts), dtype=served.dtype)

@@ -18,6 +18,7 @@ from workbench.base import DeploymentError, LoadError, WorkbenchError, peak_resi
 from workbench.deployment.capture import capturing, read_cache, to_numpy
 from workbench.deployment.records import LoadProgress, LoadReport, RankStats
 from workbench.loading import ExpertMemory, LoadedModel, load_sharded_weights
+from workbench.loading.load import WINDOW_BYTES
 from workbench.loading.load import LoadProgress as RawProgress
 from workbench.parallel import join_processes
 from workbench.placement import Layout
@@ -59,6 +60,7 @@ class RankCommands:
         max_tokens: int,
         kv_dtype: str,
         expert_memory: ExpertMemory | None,
+        window_bytes: int | None,
         init_method: str,
         collective_timeout_s: float,
     ) -> LoadReport:
@@ -89,6 +91,7 @@ class RankCommands:
                     bytes_total=raw.bytes_total,
                     seconds=raw.seconds,
                     tensor=raw.tensor,
+                    stages=raw.stages,
                 )
             )
 
@@ -101,6 +104,7 @@ class RankCommands:
             device=place,
             progress=progress,
             expert_memory=expert_memory,
+            window_bytes=WINDOW_BYTES if window_bytes is None else window_bytes,
         )
         loaded.model.eval().requires_grad_(False)
         worker.watch(loaded.ctx.log)
@@ -116,6 +120,7 @@ class RankCommands:
             spec=loaded.spec,
             ledger=loaded.ledger.summary(),
             stats=loaded.stats.to_dict(),
+            stages=loaded.stages.to_json(),
         )
 
     def _ledger(self) -> dict[str, object]:

@@ -99,6 +99,7 @@ class Deployment:
         max_tokens: int = 4096,
         kv_dtype: str = "auto",
         expert_memory: ExpertMemory | None = None,
+        window_bytes: int | None = None,
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
         timeouts: Timeouts | None = None,
@@ -110,11 +111,12 @@ class Deployment:
         `device`: "cpu", "auto" (the accelerator where there is one) or a device type. `dtype`: of activations, by torch
         dtype or its name. `num_slots` sequences of `max_tokens` tokens per replica, whose rows are cached as
         `kv_dtype` ("auto": in the activation dtype; see `nn.rows`). `expert_memory`: hold only so much of the routed
-        experts on each rank and fetch the rest when they are used (see `nn.expert_pool`). `threads` per rank: the cores
-        divided among them, unless OMP_NUM_THREADS says otherwise. `env` adds variables for the ranks. `on_progress` is
-        called in this thread. `module`: what a rank runs in place of the worker, ending in its `main`. Raises a rank's
-        own LoadError, CheckpointError, LayoutError, ... with the rank named, WorkerDiedError for one that ended,
-        DeploymentError for one that hangs; nothing is left running then.
+        experts on each rank and fetch the rest when they are used (see `nn.expert_pool`). `window_bytes`: host memory
+        that a rank's load may take beside its weights (64 MiB). `threads` per rank: the cores divided among them,
+        unless OMP_NUM_THREADS says otherwise. `env` adds variables for the ranks. `on_progress` is called in this
+        thread. `module`: what a rank runs in place of the worker, ending in its `main`. Raises a rank's own LoadError,
+        CheckpointError, LayoutError, ... with the rank named, WorkerDiedError for one that ended, DeploymentError for
+        one that hangs; nothing is left running then.
         """
         layout, timeouts = layout or Layout(), timeouts or Timeouts()
         spec = read_spec(model_path)
@@ -152,6 +154,7 @@ class Deployment:
             max_tokens=max_tokens,
             kv_dtype=kv_dtype,
             expert_memory=expert_memory,
+            window_bytes=window_bytes,
             init_method=f"file://{folder / 'rendezvous'}",
             on_progress=on_progress,
         )
@@ -171,6 +174,7 @@ class Deployment:
         max_tokens: int = 4096,
         kv_dtype: str = "auto",
         expert_memory: ExpertMemory | None = None,
+        window_bytes: int | None = None,
         timeouts: Timeouts | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
         on_listening: Callable[[Address], None] | None = None,
@@ -206,6 +210,7 @@ class Deployment:
             max_tokens=max_tokens,
             kv_dtype=kv_dtype,
             expert_memory=expert_memory,
+            window_bytes=window_bytes,
             init_method="env://",
             on_progress=on_progress,
         )
@@ -271,6 +276,11 @@ class Deployment:
     def load_stats(self) -> tuple[dict[str, float], ...]:
         """What loading cost, by rank: bytes read and assigned, seconds, peak host bytes."""
         return tuple(report.stats for report in self.reports)
+
+    @property
+    def load_stages(self) -> tuple[dict[str, object], ...]:
+        """Where the time of loading went, by rank, as `workbench.loading.StageTimes.to_json` tells it."""
+        return tuple(report.stages for report in self.reports)
 
     @property
     def ledgers(self) -> tuple[dict[str, object], ...]:

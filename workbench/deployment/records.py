@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,13 +15,14 @@ __all__ = ["ForwardResult", "LoadProgress", "LoadReport", "RankStats"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadProgress:
-    """How far one rank's loading is; `tensor` is the one in hand."""
+    """How far one rank's loading is; `tensor` is the one in hand, `stages` are seconds so far by stage of the load."""
 
     rank: int
     bytes_read: int
     bytes_total: int
     seconds: float
     tensor: str = ""
+    stages: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fraction(self) -> float:
@@ -29,7 +31,8 @@ class LoadProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """What a rank has after loading: `ledger` is the summary of its ledger, `stats` what loading cost."""
+    """What a rank has after loading: `ledger` is the summary of its ledger, `stats` what loading cost, and `stages`
+    where the time of it went."""
 
     rank: int
     place: str
@@ -37,6 +40,7 @@ class LoadReport:
     spec: ModelSpec
     ledger: dict[str, object]
     stats: dict[str, float]
+    stages: dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

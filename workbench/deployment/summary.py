@@ -94,7 +94,15 @@ class LoadSummary:
             "read_ratio": self.read_ratio,
             "seconds": self.seconds,
             "rows_missing": self.rows_missing,
-            "ranks": [{"place": r.place, "stats": r.stats, "ledger": r.ledger} for r in self.reports],
+            "ranks": [
+                {
+                    "place": r.place,
+                    "stats": r.stats,
+                    "ledger": r.ledger,
+                    "seconds_by_stage": r.stages["seconds_by_stage"],
+                }
+                for r in self.reports
+            ],
         }
 
 

@@ -8,7 +8,7 @@ import torch
 
 from workbench.base import CheckpointError
 from workbench.nn.model import Model
-from workbench.parallel import RankContext, attach, build_stage
+from workbench.parallel import RankContext, allocate, attach, build_stage
 from workbench.spec import ModelSpec
 from workbench.training.checkpointing import newest_state
 from workbench.training.config import read_config
@@ -36,7 +36,7 @@ def load_masters(
     # What a bf16 model keeps in float32, such as the router's correction, is not rounded here either.
     stored = {name: x.dtype for name, x in build_stage(spec, ctx.layout, ctx.rank).named_parameters()}
     model = build_stage(spec, ctx.layout, ctx.rank, dtype=dtype)
-    model.to_empty(device=ctx.device)
+    allocate(model, ctx.device)
     whole = load_whole(spec, state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

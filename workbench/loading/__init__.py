@@ -7,6 +7,7 @@ from workbench.loading.pieces import Piece, PiecewiseLoad, PreparedLoad, load_in
 from workbench.loading.plan import Assignment, Extent, LoadPlan, Source, plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window, schedule
+from workbench.loading.stages import STAGES, StageTimes
 from workbench.loading.stream import LoadProgress
 from workbench.loading.transform import Transform
 
@@ -24,9 +25,11 @@ __all__ = [
     "PiecewiseLoad",
     "PreparedLoad",
     "ReadPolicy",
+    "STAGES",
     "ShardReader",
     "Source",
     "SourceRef",
+    "StageTimes",
     "Transform",
     "Window",
     "load_in_pieces",

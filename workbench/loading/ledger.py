@@ -20,7 +20,7 @@ from workbench.nn.linear import MatrixStore
 
 __all__ = ["Ledger", "LedgerEntry", "SourceRef"]
 
-BLOCK = 1 << 18  # elements looked at together by a content check; its float copy stays in the processor's cache
+BLOCK = 1 << 17  # elements looked at together by a content check, whose two float copies are memory beside the window
 SHOWN = 8
 NAN_SCALE = 255.0  # of an E8M0 exponent
 GHOST_WARNING = "a ghost was loaded: there are no weights, every value is zero"

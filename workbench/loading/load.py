@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.checkpoint.checkpoint import Checkpoint
@@ -18,9 +18,10 @@ from workbench.loading.ledger import Ledger
 from workbench.loading.plan import plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window
+from workbench.loading.stages import StageTimes
 from workbench.loading.stream import LoadProgress, ProgressCallback, Throttle, Writer, staging_slots, stream
 from workbench.nn.model import Model
-from workbench.parallel import RankContext, attach, build_stage, layout_of, make_context
+from workbench.parallel import RankContext, allocate, attach, build_stage, layout_of, make_context
 from workbench.placement import Layout
 from workbench.spec import ModelSpec, require_runnable
 
@@ -72,6 +73,7 @@ class LoadedModel:
     ctx: RankContext
     ledger: Ledger
     stats: LoadStats
+    stages: StageTimes
 
 
 def load_sharded_weights(
@@ -114,6 +116,7 @@ def load_sharded_weights(
     if device is None:
         device = _default_device(device_mesh)
     ctx = make_context(layout, mesh=device_mesh, device=device)
+    stages = StageTimes(rank=ctx.rank)
     try:
         model, ledger, stats = load_rank(
             checkpoint,
@@ -126,12 +129,15 @@ def load_sharded_weights(
             device=ctx.device,
             check=check,
             expert_memory=expert_memory,
+            stages=stages,
         )
     except BaseException:
         ctx.close()
         raise
     attach(model, ctx)
-    return LoadedModel(model=model, spec=checkpoint.spec, layout=layout, ctx=ctx, ledger=ledger, stats=stats)
+    return LoadedModel(
+        model=model, spec=checkpoint.spec, layout=layout, ctx=ctx, ledger=ledger, stats=stats, stages=stages
+    )
 
 
 def load_rank(
@@ -147,10 +153,12 @@ def load_rank(
     check: bool = True,
     reader: ShardReader | None = None,
     expert_memory: ExpertMemory | None = None,
+    stages: StageTimes | None = None,
 ) -> tuple[Model, Ledger, LoadStats]:
     """The part of the model that `rank` of `layout` holds, filled but not connected to any group.
 
-    Needs no process group, so one process can look at every rank's part in turn. Errors as `load_sharded_weights`.
+    Needs no process group, so one process can look at every rank's part in turn. `stages` is filled with the times of
+    the load, which begin once it is planned. Errors as `load_sharded_weights`.
     """
     began = time.perf_counter()
     model = build_stage(checkpoint.spec, layout, rank, precision=precision, dtype=dtype)
@@ -163,20 +171,22 @@ def load_rank(
     if reader is None:
         reader = ShardReader(checkpoint.root, rank=rank, scratch_bytes=window.scratch, policy=ReadPolicy())
     planned = time.perf_counter()
+    stages = StageTimes(rank=rank) if stages is None else stages
+    stages.start()
     memory = HostMemory()
-    model.to_empty(device=device)
+    allocate(model, device)
     ledger = Ledger(model, rank=rank, check=check, device=device, is_ghost=checkpoint.ghost is not None)
     ledger.warnings.extend(plan.notes)
-    writer = Writer(tensors_of(model), ledger, torch.device(device))
-    report = Throttle(progress, rank, sum(extent.num_bytes for extent in plan.extents()))
+    writer = Writer(tensors_of(model), ledger, torch.device(device), stages)
+    report = Throttle(progress, rank, sum(extent.num_bytes for extent in plan.extents()), stages)
     try:
         stream(plan, window, staging_slots(window), reader, writer, memory, report)
     finally:
         reader.close()
     ledger.close(name for x in plan.assignments for name in x.names)
     memory.sample()
-    seconds = time.perf_counter() - planned
-    report.finish(reader.bytes_read, seconds)
+    stages.finish()
+    report.finish(reader.bytes_read)
     stats = LoadStats(
         bytes_read=reader.bytes_read,
         bytes_assigned=plan.bytes_assigned,
@@ -185,14 +195,14 @@ def load_rank(
         window_bytes=window_bytes,
         peak_host_bytes=memory.growth,
         num_reads=reader.num_reads,
-        seconds=seconds,
+        seconds=stages.seconds,
         read_seconds=reader.seconds,
         plan_seconds=planned - began,
     )
     return model, ledger, stats
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: Model) -> dict[str, Tensor]:
     """Everything a load fills, by name."""
     return dict([*model.named_parameters(), *model.named_buffers()])
 

@@ -6,7 +6,6 @@ checks are those of an ordinary load; only what is held at one time differs.
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +18,17 @@ from workbench.checkpoint.checkpoint import Checkpoint
 from workbench.loading.host_memory import HostMemory, return_freed_memory
 from workbench.loading.ledger import Ledger
 from workbench.loading.load import WINDOW_BYTES, LoadStats, tensors_of
-from workbench.loading.plan import Assignment, LoadPlan, plan_load
+from workbench.loading.plan import Assignment, LoadPlan, piece_of, plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window
+from workbench.loading.stages import StageTimes
 from workbench.loading.stream import ProgressCallback, Throttle, Writer, staging_slots, stream
 from workbench.nn.model import Model
-from workbench.parallel import build_stage
+from workbench.parallel import allocate, build_stage
 from workbench.placement import Layout
 
-__all__ = ["Piece", "PiecewiseLoad", "PreparedLoad", "available_memory", "load_in_pieces", "piece_of", "prepare_load"]
+__all__ = ["Piece", "PiecewiseLoad", "PreparedLoad", "available_memory", "load_in_pieces", "prepare_load"]
 
-_PIECE = re.compile(r"layers\.\d+|\w+")
 HOST_SHARE = 0.9  # of the memory that is free now, used at most
 
 
@@ -64,7 +63,7 @@ class PreparedLoad:
         """The plan cut by piece, in file order of their first bytes."""
         parts: dict[str, list[Assignment]] = {}
         for assignment in self.plan.assignments:
-            parts.setdefault(piece_of(assignment.param), []).append(assignment)
+            parts.setdefault(assignment.piece, []).append(assignment)
         return {
             name: LoadPlan(rank=self.plan.rank, assignments=tuple(part), bytes_assigned=0)
             for name, part in parts.items()
@@ -90,6 +89,7 @@ class PiecewiseLoad:
     model: Model | None
     ledger: Ledger
     stats: LoadStats
+    stages: StageTimes
     pieces: tuple[Piece, ...]
 
 
@@ -135,14 +135,14 @@ def load_in_pieces(
         prepared.checkpoint.root, rank=plan.rank, scratch_bytes=prepared.window.scratch, policy=ReadPolicy()
     )
     resident = prepared.resident_bytes
-    began = time.perf_counter()
+    stages = StageTimes(rank=plan.rank)
     memory = HostMemory()
     ledger = Ledger(model, rank=plan.rank, check=check, device=device, is_ghost=prepared.checkpoint.ghost is not None)
     ledger.warnings.extend(plan.notes)
-    report = Throttle(progress, plan.rank, sum(extent.num_bytes for extent in plan.extents()))
+    report = Throttle(progress, plan.rank, sum(extent.num_bytes for extent in plan.extents()), stages)
     empty = tensors_of(model)
     if keep:
-        model.to_empty(device=device)
+        allocate(model, device)
     filled = tensors_of(model) if keep else {}
     pieces: list[Piece] = []
     slots = staging_slots(prepared.window)
@@ -151,7 +151,7 @@ def load_in_pieces(
             wanted = list(dict.fromkeys(target for x in part.assignments for target in x.transform.all_targets))
             targets = {target: _tensor_for(target, filled, empty, device) for target in wanted}
             started, before = time.perf_counter(), reader.bytes_read
-            stream(part, prepared.window, slots, reader, Writer(targets, ledger, device), memory, report)
+            stream(part, prepared.window, slots, reader, Writer(targets, ledger, device, stages), memory, report)
             pieces.append(
                 Piece(
                     name=name,
@@ -168,8 +168,8 @@ def load_in_pieces(
         reader.close()
     ledger.close(name for x in plan.assignments for name in x.names)
     memory.sample()
-    seconds = time.perf_counter() - began
-    report.finish(reader.bytes_read, seconds)
+    stages.finish()
+    report.finish(reader.bytes_read)
     stats = LoadStats(
         bytes_read=reader.bytes_read,
         bytes_assigned=plan.bytes_assigned,
@@ -178,18 +178,11 @@ def load_in_pieces(
         window_bytes=prepared.window_bytes,
         peak_host_bytes=memory.growth,
         num_reads=reader.num_reads,
-        seconds=seconds,
+        seconds=stages.seconds,
         read_seconds=reader.seconds,
         plan_seconds=prepared.seconds,
     )
-    return PiecewiseLoad(model=model if keep else None, ledger=ledger, stats=stats, pieces=tuple(pieces))
-
-
-def piece_of(param: str) -> str:
-    """ "layers.7", "vision", "embed": the part of the model that a parameter belongs to."""
-    match = _PIECE.match(param)
-    assert match is not None, param
-    return match[0]
+    return PiecewiseLoad(model=model if keep else None, ledger=ledger, stats=stats, stages=stages, pieces=tuple(pieces))
 
 
 def available_memory() -> int | None:
@@ -204,7 +197,7 @@ def available_memory() -> int | None:
 
 
 def _tensor_for(name: str, filled: dict[str, Tensor], empty: dict[str, Tensor], device: torch.device) -> Tensor:
-    return filled[name] if name in filled else torch.empty_like(empty[name], device=device)
+    return filled[name] if name in filled else torch.empty(empty[name].shape, dtype=empty[name].dtype, device=device)
 
 
 def _check_memory(needed: int, keep: bool) -> None:

@@ -7,6 +7,7 @@ so that all ranks of a deployment refuse the same checkpoint for the same reason
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -21,8 +22,9 @@ from workbench.nn.linear import MatrixStore
 from workbench.placement import Layout, place, tile_unit
 from workbench.spec import TensorSpec, draft_tensors, published_tensors
 
-__all__ = ["Assignment", "Extent", "LoadPlan", "Source", "plan_load"]
+__all__ = ["Assignment", "Extent", "LoadPlan", "Source", "piece_of", "plan_load"]
 
+_PIECE = re.compile(r"layers\.\d+|\w+")
 SHOWN = 6  # names listed per kind of problem; the rest is counted
 MANY_SEGMENTS = 20_000_000  # some 20 seconds of calls; a K3 rank under tp=16, ep=16 has two million
 
@@ -42,6 +44,10 @@ class Assignment:
     num_rows: int
     num_columns: int
     padding: tuple[Extent, ...] = ()
+
+    @property
+    def piece(self) -> str:
+        return piece_of(self.param)
 
     @property
     def position(self) -> tuple[str, int]:
@@ -131,6 +137,13 @@ def plan_load(checkpoint: Checkpoint, model: nn.Module, layout: Layout, rank: in
     assignments.sort(key=lambda x: x.position)
     notes = [*_stray_notes(checkpoint), *_draft_notes(checkpoint, drafts), *_segment_notes(assignments)]
     return LoadPlan(rank=rank, assignments=tuple(assignments), bytes_assigned=bytes_assigned, notes=tuple(notes))
+
+
+def piece_of(param: str) -> str:
+    """ "layers.7", "vision", "embed": the part of the model that a parameter belongs to."""
+    match = _PIECE.match(param)
+    assert match is not None, param
+    return match[0]
 
 
 @dataclass(slots=True)

@@ -50,6 +50,10 @@ class Chunk:
     staged: dict[str, int] = field(default_factory=dict)
     is_padding: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(extent.num_bytes for extent in self.extents.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Read:
@@ -64,6 +68,14 @@ class Batch:
     reads: tuple[Read, ...]
     chunks: tuple[Chunk, ...]
     used_bytes: int
+
+    def bytes_by_piece(self) -> dict[str, int]:
+        """Bytes to read for each part of the model, in the order of the chunks."""
+        pieces: dict[str, int] = {}
+        for chunk in self.chunks:
+            piece = chunk.assignment.piece
+            pieces[piece] = pieces.get(piece, 0) + chunk.num_bytes
+        return pieces
 
 
 def schedule(plan: LoadPlan, window: Window) -> Iterator[Batch]:

@@ -1,6 +1,6 @@
 """How ranks talk: process groups of a layout, counted and differentiable collectives, and their use by the model."""
 
-from workbench.parallel.apply import attach, build_stage, narrow
+from workbench.parallel.apply import allocate, attach, build_stage, narrow
 from workbench.parallel.collectives import CollectiveLog, CollectiveRecord, CollectiveTotal, Group
 from workbench.parallel.experts import AllToAllDispatch, ReplicatedDispatch, share_sizes
 from workbench.parallel.flight import FlightEntry, FlightFinding, FlightRecorder, compare_flights, read_flights
@@ -30,6 +30,7 @@ __all__ = [
     "Pipeline",
     "RankContext",
     "ReplicatedDispatch",
+    "allocate",
     "attach",
     "build_stage",
     "encode_images",

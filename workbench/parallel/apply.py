@@ -18,7 +18,7 @@ from workbench.parallel.tensor_parallel import GroupTensorParallel
 from workbench.placement import Layout, check_layout, local_shape, vision_is_sharded
 from workbench.spec import ModelSpec, MoESpec
 
-__all__ = ["attach", "build_stage", "narrow"]
+__all__ = ["allocate", "attach", "build_stage", "narrow"]
 
 
 def build_stage(
@@ -42,6 +42,14 @@ def build_stage(
         )
     narrow(model, spec, layout)
     return model
+
+
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Memory on `device` for every tensor of a model on meta; what is in it is not defined.
+
+    As `nn.Module.to_empty`, whose `empty_like` of a meta tensor imports sympy: 32 MiB and a second of every rank.
+    """
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
 def narrow(model: nn.Module, spec: ModelSpec, layout: Layout) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.base import WorkbenchError
-from workbench.parallel import Group, RankContext, attach, build_stage
+from workbench.parallel import Group, RankContext, allocate, attach, build_stage
 from workbench.serving.inputs import read_tokenizer
 from workbench.training.answers import answer_items
 from workbench.training.balance import ExpertLoad, LoadMeter
@@ -65,7 +65,7 @@ class RankTrainer:
         dtype = getattr(torch, config.dtype)
         precision = "fp32" if dtype == torch.float32 else "bf16"
         self.model = build_stage(self.spec, ctx.layout, ctx.rank, precision=precision, dtype=dtype)
-        self.model.to_empty(device=ctx.device)
+        allocate(self.model, ctx.device)
         initialise(self.model, ctx.layout, ctx.rank, config.seed)
         attach(self.model, ctx)
         self.masters = Masters(self.model, ctx)

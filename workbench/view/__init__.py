@@ -12,6 +12,8 @@ from workbench.view.charts import (
     load_timeline,
 )
 from workbench.view.figures import plotly_figure
+from workbench.view.loading import load_piece_table, load_stage_bars, load_stage_lines, load_stage_table
+from workbench.view.loading_panel import LoadStagesView
 from workbench.view.operators import error_bars, rate_bars
 from workbench.view.panel import LoadProgressView, load_progress
 from workbench.view.planning import cache_lines, memory_bars, step_bars
@@ -44,6 +46,7 @@ __all__ = [
     "LoadHistory",
     "LoadProgressView",
     "LoadSnapshot",
+    "LoadStagesView",
     "LoadView",
     "LoadWatch",
     "ProgressReport",
@@ -72,7 +75,11 @@ __all__ = [
     "latency_table",
     "link_graph",
     "link_heat",
+    "load_piece_table",
     "load_progress",
+    "load_stage_bars",
+    "load_stage_lines",
+    "load_stage_table",
     "load_timeline",
     "loss_chart",
     "matmul_table",

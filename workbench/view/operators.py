@@ -54,8 +54,8 @@ def error_bars(coverage: Mapping[str, Any], *, most: int = 12) -> BarChart:
 
 def rate_bars(coverage: Mapping[str, Any], *, most: int = 12) -> BarChart:
     """The costliest operators as share of the measured limits. A share above 100 % is no merit: the limit is that of a
-    copy larger than every cache, and small tensors that are tried again and again lie in one. Raises ValueError where
-    no limit is known."""
+    copy larger than every cache, and small tensors that are tried again and again lie in one; or it was measured beside
+    other work, and is too low. Raises ValueError where no limit is known."""
     timed = [x for x in coverage["results"] if x["seconds"] and x["share"] is not None]
     above = sum(x["share"] > 1 for x in timed)
     records = [
@@ -68,7 +68,8 @@ def rate_bars(coverage: Mapping[str, Any], *, most: int = 12) -> BarChart:
         }
         for x in timed
     ]
-    note = f"limits measured on {coverage['device']}; {above} of {len(timed)} shapes pass theirs: found in a cache"
+    passing = f"{above} of {len(timed)} shapes pass the limits measured on {coverage['device']}"
+    note = f"{passing}: they lie in a cache, or the device had other work then" if above else passing
     return replace(roofline_bars({"operators": records}, most=most), note=note)
 
 

@@ -9,7 +9,7 @@ import html
 from typing import Any
 
 from workbench.base import human
-from workbench.view.charts import LineChart, load_timeline
+from workbench.view.charts import Chart, LineChart, load_timeline
 from workbench.view.figures import plotly_layout, plotly_traces
 from workbench.view.live import INTERVAL_S, Redrawer
 from workbench.view.progress import LoadSnapshot, LoadWatch, ProgressReport, TerminalProgress
@@ -122,7 +122,7 @@ class LoadProgressView:
             self.figure.add_traces(traces[len(self.figure.data) :])
 
 
-def progress_html(snapshot: LoadSnapshot, chart: LineChart | None, *, title: str = "Loading weights") -> str:
+def progress_html(snapshot: LoadSnapshot, chart: Chart | None, *, title: str = "Loading weights") -> str:
     """The panel's HTML, all text escaped: a bar over all ranks, one per rank with the tensor it is at, the chart."""
     bars = [_bar(title, snapshot.fraction, snapshot.line().partition(" · ")[2], is_bold=True)]
     for rank in snapshot.ranks:
