@@ -9,6 +9,11 @@ import pytest
 
 from workbench.checkpoint import k3_config
 from workbench.cli import main
+from workbench.cluster import Topology, read_hardware, read_topology
+from workbench.cluster.catalogue import HARDWARE_ROOT
+from workbench.placement import Layout
+from workbench.planner import Objective, plan
+from workbench.spec import read_spec
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +88,41 @@ def test_only_the_layouts_asked_for_are_considered(folder: Path, capsys: pytest.
     assert main(["plan", str(folder), *ASKED, "--layout", "pp2", "--layout", "tp2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["num_layouts"] == 2
+
+
+def test_the_command_and_the_library_take_the_same_reserve_off_a_device(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a topology that was saved and read again does, too."""
+    topology = Topology.of_hardware(read_hardware("h100"), 4)
+    found = plan(read_spec(folder), topology, Objective(context=256, concurrency=4), layouts=[Layout(tp=2)])
+    assert found.best is not None
+    ours = found.best.fullest
+    assert ours.capacity is not None
+    assert ours.of("other") == 2e9 + 256e6, "a runtime, and one group of ranks"
+    topology.save(folder / "topology.json")
+    rest = ("--context", "256", "--concurrency", "4", "--layout", "tp2", "--json")
+    for machines in (("--hardware", "h100", "--devices", "4"), ("--topology", str(folder / "topology.json"))):
+        assert main(["plan", str(folder), *machines, *rest]) == 0
+        (ledger,) = json.loads(capsys.readouterr().out)["best"]["memory"]
+        assert (ledger["serving_peak"], ledger["free"]) == (ours.serving_peak, ours.free), machines
+
+
+def test_a_share_that_a_file_of_ones_own_holds_back_is_taken_by_both(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (HARDWARE_ROOT / "h100.toml").read_text()
+    share = 'reserved_share = { value = 0.125, unit = "1", source = "seen here" }\n'
+    (folder / "ours.toml").write_text(text.replace("devices_per_node", f"{share}devices_per_node", 1))
+    topology = Topology.of_hardware(read_hardware(folder / "ours.toml"), 4)
+    topology.save(folder / "ours.json")
+    assert read_topology(folder / "ours.json") == topology
+    asked = ("--context", "256", "--concurrency", "4", "--layout", "tp2", "--json")
+    for machines in (
+        ("--hardware", str(folder / "ours.toml"), "--devices", "4"),
+        ("--topology", str(folder / "ours.json")),
+    ):
+        assert main(["plan", str(folder), *machines, *asked]) == 0
+        (ledger,) = json.loads(capsys.readouterr().out)["best"]["memory"]
+        (other,) = (line for line in ledger["lines"] if line["role"] == "other")
+        assert (other["bytes"], other["source"]) == (ledger["capacity"] / 8, "seen here")

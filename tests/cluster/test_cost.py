@@ -41,6 +41,21 @@ def test_the_residual_names_the_worst_point() -> None:
     assert fit_cost(points, "one point off").residual > 0.3
 
 
+def test_between_measured_sizes_the_points_speak_and_beyond_them_the_fit() -> None:
+    """A library that changes its algorithm above 4 KiB: no straight line follows the step."""
+    points = [(1024, 10e-6), (4096, 12e-6), (8192, 60e-6), (1 << 20, 1e-3)]
+    found = fit_cost(points, "a step")
+    assert found.residual > 0.3
+    for size, seconds in points:
+        assert found.time(size).value == pytest.approx(seconds)
+    assert found.time(6144).value == pytest.approx(36e-6)
+    assert found.time(6144).basis == "measured"
+    for size in (0, 512, 1 << 22):
+        assert found.time(size).value == pytest.approx(found.alpha.value + size / found.bandwidth.value)
+    twice = found.scaled(2.0, "what if")
+    assert twice.time(6144).value == pytest.approx(found.alpha.value / 2 + 6144 / found.bandwidth.value / 2)
+
+
 def test_noise_never_makes_a_negative_start_or_an_endless_bandwidth() -> None:
     falling = fit_cost([(1000, 2e-3), (1_000_000, 1e-3)], "falls")
     assert falling.alpha.value >= 0

@@ -31,10 +31,10 @@ def modules_asking_for_vendor_operators(planted: str = "") -> list[str]:
     return done.stdout.split("\n")[:-1] if done.stdout.strip() else []
 
 
-def test_no_module_reads_a_vendors_namespace_when_it_is_imported() -> None:
+def test_o01_no_module_reads_a_vendors_namespace_when_it_is_imported() -> None:
     assert modules_asking_for_vendor_operators() == []
 
 
-def test_one_that_does_is_named() -> None:
+def test_o01_one_that_does_is_named() -> None:
     planted = 'exec("import torch; torch.ops.npu_fused", {"__name__": "workbench.early"})'
     assert modules_asking_for_vendor_operators(planted) == ["workbench.early: torch.ops.npu_fused"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from workbench.base import DeploymentError, UnsupportedModelError
+from workbench.cluster.probe import ProbeResult
 from workbench.operators import (
     Coverage,
     Inventory,
@@ -23,6 +24,7 @@ from workbench.operators import (
     trace_inventory,
 )
 from workbench.operators.formats import choose_precision
+from workbench.operators.probe import together
 from workbench.operators.trial import Trial, try_operator
 from workbench.placement import Layout
 from workbench.spec import ModelSpec, read_spec
@@ -196,7 +198,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_an_operator_is_looked_up_when_it_is_tried_and_not_before() -> None:
+def test_o01_an_operator_is_looked_up_when_it_is_tried_and_not_before() -> None:
     """A plug-in may register its operators after everything was imported; until then they are missing, by name."""
     late = use("late_plugin.double.default", [[X], {}], (FP32, (4, 3)))
     before = try_operator(late.to_json(), "cpu")
@@ -314,3 +316,43 @@ def test_o05_the_format_is_the_first_that_the_device_can_expand(
 def test_o05_no_path_for_any_format_is_an_error_that_names_each(tiny: ModelSpec) -> None:
     with pytest.raises(UnsupportedModelError, match=r"mxfp4: .*fp8: .*int8: .*int4: .*bf16: "):
         choose_precision(tiny, Layout(), "card", probe=probe_without("uint8", "float8_e4m3fn", "int8", "bfloat16"))
+
+
+# how fast inside a pass
+
+
+@pytest.mark.parametrize(("between", "turns"), [(0, 1), (1, 1), (4 * 9000, 4), (4 * 9000 + 1, 5), (1 << 40, 1024)])
+def test_a_weight_is_as_cold_as_the_pass_leaves_it(between: int, turns: int) -> None:
+    """Timed calls take turns with as many copies of the weight as are read between two uses of it; what a pass has just
+    computed stays where it is. Beyond the caches' size more copies change nothing."""
+    product = replace(
+        use("aten.mm.default", [[X, {"t": 1, "stride": [1, 50]}], {}], (BF16, (30, 50)), (BF16, (50, 90))),
+        weight_bytes=50 * 90 * 2,
+    )
+    trial = Trial(product.to_json(), "cpu", weights_between=between)
+    calls = trial.calls(trial.inputs())
+    assert len(calls) == turns
+    assert len({args[0].data_ptr() for args, _ in calls}) == 1
+    assert len({args[1].data_ptr() for args, _ in calls}) == turns
+    assert all(torch.equal(args[1], calls[0][0][1]) for args, _ in calls[:5])
+    assert {args[1].stride() for args, _ in calls[:5]} == {(1, 50)}
+
+
+def test_a_table_that_is_read_in_part_and_an_operator_without_weights_stay_as_they_lie() -> None:
+    lookup = replace(
+        use("aten.embedding.default", [[X, {"t": 1}], {}], (BF16, (11, 3)), ("int64", (4,))), weight_bytes=4 * 3 * 2
+    )
+    for each in (lookup, SIGMOID):
+        trial = Trial(each.to_json(), "cpu", weights_between=1 << 20)
+        assert len(trial.calls(trial.inputs())) == 1
+
+
+def test_ranks_side_by_side_count_by_the_mean_of_their_times_and_a_gap_of_one_is_a_gap() -> None:
+    def answer(seconds: float, status: str = "ran", error: str = "") -> ProbeResult:
+        value = None if error else {"status": status, "seconds": seconds}
+        return ProbeResult(kind="cold", argument="", value=value, error=error, seconds=0.1)
+
+    assert together([answer(1.0), answer(3.0)]).value == {"status": "ran", "seconds": 2.0}
+    assert together([answer(1.0)]).value == {"status": "ran", "seconds": 1.0}
+    assert together([answer(1.0), answer(3.0, "approximate")]).value == {"status": "approximate", "seconds": 3.0}
+    assert together([answer(1.0), answer(0.0, error="timed out")]).error == "timed out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from workbench.loading import load_sharded_weights
 from workbench.operators import CATEGORIES, Inventory, Workload, trace_inventory, trace_vision
 from workbench.operators.instrument import instrument
 from workbench.operators.recorder import Recorder
-from workbench.operators.routing import ExpertTraffic, spread_evenly
+from workbench.operators.routing import ExpertTraffic, draw_routing, spread_evenly
 from workbench.operators.silent import silent_context
 from workbench.placement import Layout
 from workbench.spec import ModelSpec, MoESpec, count_model, parse_config, read_spec
@@ -48,7 +49,9 @@ def moe_of(spec: ModelSpec) -> MoESpec:
 
 
 @pytest.mark.parametrize("workload", [PREFILL, DECODE], ids=lambda w: w.phase)
-def test_stages_of_a_pipeline_add_up_to_the_whole(tiny: ModelSpec, workload: Workload) -> None:
+def test_c05_stages_of_a_pipeline_add_up_to_the_whole_and_each_boundary_has_its_size(
+    tiny: ModelSpec, workload: Workload
+) -> None:
     whole = trace_inventory(tiny, Layout(), workload)
     layout = Layout(pp=3, stages=(2, 4, 3))
     stages = [trace_inventory(tiny, layout, workload, stage=stage) for stage in range(3)]
@@ -282,3 +285,22 @@ def test_published_sizes_are_traced_fast_and_in_little_memory(k3: ModelSpec) -> 
     assert sorted(times)[len(times) // 2] < 0.5, times
     assert max(times) < 1.5, times
     assert grown < 400e6
+
+
+def test_few_tokens_that_draw_their_experts_visit_fewer_than_an_even_spread(tiny: ModelSpec) -> None:
+    """As many as the planner's bound expects of a decode step: E (1 - (1 - K/E)^T)."""
+    moe, layers = moe_of(tiny), [layer.layer_idx for layer in tiny.layers if layer.is_moe]
+    draw = draw_routing(tiny)
+    visited = []
+    for layer_idx, dp in itertools.product(layers, range(40)):
+        ids = draw(layer_idx, dp, 3)
+        assert ids.shape == (3, moe.top_k)
+        assert bool((ids[:, 1:] > ids[:, :-1]).all()), "ascending, without doubles"
+        assert torch.equal(ids, draw(layer_idx, dp, 3)), "the same each time"
+        visited.append(len(ids.unique()))
+    expected = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** 3)
+    assert sum(visited) / len(visited) == pytest.approx(expected, rel=0.05)
+    assert len(spread_evenly(moe, 3).unique()) > expected
+    drawn = trace_inventory(tiny, Layout(), DECODE, routing=draw)
+    even = trace_inventory(tiny, Layout(), DECODE)
+    assert drawn.weight_bytes < even.weight_bytes

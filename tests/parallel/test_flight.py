@@ -31,7 +31,7 @@ def test_ranks_in_step_are_left_alone() -> None:
     assert compare_flights(flights, now=100.0, stall_s=5) is None, "the others may still come"
 
 
-def test_a_skipped_operation_is_seen_without_any_hang() -> None:
+def test_c01_a_skipped_operation_is_seen_without_any_hang() -> None:
     """The rank that skipped goes on, and its next operation pairs with the one the others wait in."""
     whole = [entry(place) for place in range(9)]
     skipping = [entry(place, step=place if place < 6 else place + 1) for place in range(8)]
@@ -56,7 +56,7 @@ def test_another_operation_or_dtype_is_named_for_the_fewest() -> None:
     assert finding.ranks == (0,)
 
 
-def test_a_rank_that_stays_away_is_named_after_the_stall() -> None:
+def test_c04_a_rank_that_stays_away_is_named_after_the_stall() -> None:
     flights = {0: [entry(0), entry(1, at=100.0)], 1: [entry(0)], 2: [entry(0), entry(1, at=101.0)]}
     finding = compare_flights(flights, now=107.0, stall_s=5)
     assert finding is not None
@@ -75,7 +75,7 @@ def test_groups_are_compared_by_themselves_and_messages_not_at_all() -> None:
     assert compare_flights(flights, now=1e6) is None
 
 
-def test_the_ring_keeps_the_newest_and_a_torn_file_what_it_holds(tmp_path: Path) -> None:
+def test_c04_the_ring_keeps_the_newest_and_a_torn_file_what_it_holds(tmp_path: Path) -> None:
     log = CollectiveLog()
     heard = []
     log.listener = heard.append
@@ -113,7 +113,7 @@ def watch(folder: Path, found: list[tuple[float, FlightFinding]], *, limit_s: fl
     ("fault", "words"),
     [("skip", "skipped all_reduce of step 50"), pytest.param("leave", "did not enter", marks=pytest.mark.slow)],
 )
-def test_real_ranks_that_drift_are_named_with_step_and_operation_before_anything_is_ended(
+def test_c01_c04_real_ranks_that_drift_are_named_with_step_and_operation_before_anything_is_ended(
     fault: str, words: str, tmp_path: Path
 ) -> None:
     """C01, C04: rank 1 leaves out one of 60 all-reduces; the rest pairs up wrongly until rank 0 hangs at the end."""

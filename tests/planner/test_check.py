@@ -12,7 +12,16 @@ from workbench.base import Quantity
 from workbench.checkpoint import k3_config, write_checkpoint
 from workbench.deployment import Deployment
 from workbench.placement import Layout
-from workbench.planner import CheckLine, PlanCheck, check_deployment
+from workbench.planner import (
+    CheckLine,
+    PlanCheck,
+    WeightTable,
+    check,
+    check_deployment,
+    check_memory,
+    measure_other,
+)
+from workbench.spec import ModelSpec
 
 
 def line(predicted: float, measured: float, unit: str = "B", **more: object) -> CheckLine:
@@ -64,7 +73,42 @@ def test_memory_of_real_ranks_is_predicted_to_the_byte(tmp_path: Path) -> None:
     assert [x.what.split(":")[0] for x in times] == ["prefill", "decode"]
     assert all(x.measured.value > 0 for x in times)
     assert not check.ok, "a toy machine of 400 TFLOP/s does not describe this one"
+    by_role = [x for x in check.lines if x.what.startswith(("weights: ", "cache: "))]
+    assert {"weights: routed_expert", "weights: vision", "cache: latent", "cache: state"} <= {x.what for x in by_role}
+    assert all(x.predicted.value == x.measured.value > 0 for x in by_role), by_role
+    whole = [x for x in check.lines if x.what == "the whole rank"]
+    assert [x.counts for x in whole] == [False, False], "what the process takes was assumed"
     check.save(tmp_path / "check.json")
     record = json.loads((tmp_path / "check.json").read_text())
     assert record["layout"] == "pp2"
     assert "weights and caches" in check.render()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_whole_of_a_rank_is_predicted_from_a_smaller_model_and_a_forgotten_line_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred megabytes of weights over two ranks, beside a process that was measured on another model."""
+    write_checkpoint(tmp_path / "small", k3_config(num_experts=16, top_k=4))
+    write_checkpoint(tmp_path / "large", k3_config(num_experts=16, top_k=4, vocab_size=2**17))
+    layout = Layout(tp=2)
+    sizes = {"num_slots": 2, "max_tokens": 96}
+    with Deployment.start(tmp_path / "small", layout, precision="bf16", **sizes) as small:
+        other = measure_other(small, chunk_tokens=16)
+    with Deployment.start(tmp_path / "large", layout, precision="bf16", **sizes) as large:
+        whole = {x.rank: x for x in check_memory(large, precision="bf16", chunk_tokens=16, other=other) if x.counts}
+        plan_of = check.read_weight_table
+
+        def without_embedding(spec: ModelSpec, precision: str) -> WeightTable:
+            table = plan_of(spec, precision)
+            edges = {name: tuple(x for x in edge if x.role != "embedding") for name, edge in table._edges.items()}
+            return WeightTable(spec, precision, table._params, edges)
+
+        monkeypatch.setattr(check, "read_weight_table", without_embedding)
+        forgotten = check_memory(large, precision="bf16", chunk_tokens=16, other=other)
+    assert {x.what for x in whole.values()} == {"the whole rank"}
+    assert all(x.is_close for x in whole.values()), whole
+    missed = {x.what for x in forgotten if x.counts and not x.is_close}
+    assert missed == {"weights: embedding", "weights", "weights and caches", "the whole rank"}

@@ -8,6 +8,7 @@ import pytest
 from planner_samples import collective, given, machine, operator
 
 from workbench.base import Quantity
+from workbench.cluster import CollectiveFit, LinkCost
 from workbench.operators import CollectiveUse, Inventory, OperatorUse, Workload
 from workbench.placement import Layout
 from workbench.planner import CostError, Efficiency, StageCost, stage_cost, step_cost
@@ -154,6 +155,22 @@ def test_a_hop_between_stages_is_counted_where_it_arrives_between_neighbours() -
     assert inside.seconds().value == pytest.approx(TOPOLOGY.collective_time("send_recv", 10**6, (0, 4)).value)
     assert outside.seconds().value == pytest.approx(TOPOLOGY.collective_time("send_recv", 10**6, (4, 8)).value)
     assert outside.seconds().value > inside.seconds().value
+
+
+def test_a_collective_is_timed_in_the_format_it_is_made_in() -> None:
+    """Where both were measured; a backend may add up one of them far more slowly."""
+
+    def fit(dtype: str, seconds: float) -> CollectiveFit:
+        cost = LinkCost(alpha=given(seconds, "s"), bandwidth=given(1e12, "B/s"))
+        return CollectiveFit(operation="all_reduce", ranks=(0, 1), dtype=dtype, cost=cost)
+
+    topology = dataclasses.replace(machine(2), collectives=(fit("bfloat16", 3.0), fit("float32", 1.0)))
+    found = []
+    for dtype in ("float32", "bfloat16", "float16"):
+        use = dataclasses.replace(collective("all_reduce", "tp", (0, 1), 8), dtype=dtype)
+        whole = inventory(collectives=(use,), layout=Layout(tp=2))
+        found.append(round(stage_cost(whole, DEVICE, topology, efficiency=EFFICIENCY).seconds().value))
+    assert found == [1, 3, 3]
 
 
 def test_a_group_of_one_rank_costs_nothing() -> None:

@@ -9,7 +9,7 @@ import math
 import pytest
 from planner_samples import given, machine, miniature, published, simple_trace, simple_vision
 
-from workbench.base import LayoutError, RequestError
+from workbench.base import LayoutError, RequestError, human
 from workbench.checkpoint import k3_config
 from workbench.cluster import Topology, read_hardware
 from workbench.placement import Layout, check_layout, owned_shards
@@ -76,13 +76,21 @@ def test_p02_fewer_key_value_heads_than_ranks_are_replicated_not_cut_to_fraction
 
 
 def test_p04_more_ranks_than_heads_leave_no_empty_shard() -> None:
+    import torch
+
     spec = miniature()  # four heads
+    cut = [len(part) for part in torch.arange(4).tensor_split(8)]
+    assert 0 in cut, "what a split without a check hands out"
     report = search(spec, machine(8), Objective(context=64, concurrency=8))
-    for x in (*report.candidates, *report.uncosted):
-        assert x.layout.tp <= 4
+    planned = [x.layout for x in (*report.candidates, *report.uncosted)]
+    assert any(layout.tp == 4 for layout in planned)
+    assert not any(layout.tp == 8 for layout in planned)
+    for layout in (layout for layout in planned if layout.pp == 1):
+        for rank in range(layout.world_size):
+            assert all(math.prod(shard.shape) for shard in owned_shards(spec, layout, rank)), (layout, rank)
     refused = [x for x in report.refused if x.layout.tp == 8]
     assert refused
-    assert all("does not divide" in x.reason for x in refused)
+    assert all("tp=8 does not divide layer 0: attention heads (4)" in x.reason for x in refused)
 
 
 @pytest.mark.parametrize("text", ["tp4xep4", "dp2xtp2xep4", "pp2xdp2xtp2xep2", "tp4", "tp4xep2", "dp4xep4"])
@@ -109,15 +117,22 @@ def test_p07_weights_are_all_parameters_and_caches_follow_layers_and_heads_not_s
     counts = count_model(published())
     table = read_weight_table(published(), "bf16")
     assert table.total() > 2 * 0.99 * counts.num_params > 25 * 2 * counts.active_params
-    one, other = (
+
+    def latent(spec: ModelSpec) -> int:
+        return cache_need(spec, Layout(), range(8), CacheNeed(slots=1, max_tokens=1000), 2)["latent"]
+
+    few, many = (
         parse_config(k3_config(num_layers=8, full_attn_layers=full, kv_rank=64))
         for full in ((4, 7, 8), (2, 4, 6, 7, 8))
     )
-    need = CacheNeed(slots=1, max_tokens=1000)
-    sizes = [sum(cache_need(spec, Layout(), range(8), need, 2).values()) for spec in (one, other)]
-    assert sizes[0] != sizes[1]
-    latent = [cache_need(spec, Layout(), range(8), need, 2)["latent"] for spec in (one, other)]
-    assert latent[1] * 3 == latent[0] * 5
+    assert latent(many) * 3 == latent(few) * 5
+    # What one projection gains the other loses, so the two models are equally large; their rows are not equally wide.
+    narrow, wide = (
+        parse_config(k3_config(q_rank=128 - kv_rank, kv_rank=kv_rank, nope_dim=24, rope_dim=16, v_dim=16))
+        for kv_rank in (32, 96)
+    )
+    assert count_model(narrow).num_params == count_model(wide).num_params
+    assert latent(wide) * (32 + 16) == latent(narrow) * (96 + 16)
 
 
 def test_p08_only_attention_layers_grow_with_tokens() -> None:
@@ -140,16 +155,18 @@ def test_p10_the_plan_prints_what_the_shortest_request_pins() -> None:
     layers = best.layout.stage_layers(93)
     floors = [request_floor(published(), best.layout, x, best.need, 2) for x in layers]
     assert best.request_floor == max(floors)
-    assert "A request pins at least" in report.explain()
+    assert f"A request pins at least {human(max(floors), 'B')} on a rank" in report.explain()
+    assert max(floors) > 1000 * 576 * 2, "the state of its layers, not the row of one token"
     # Three requests that do not fit are refused although one token of each is tiny.
     state = cache_need(published(), Layout(tp=16, ep=16), range(93), CacheNeed(slots=3, max_tokens=1), 2)
     weights = read_weight_table(published(), "mxfp4").stage(Layout(tp=16, ep=16), 0).total()
-    tight = machine(16, memory=weights + sum(state.values()) * 0.9)
-    tiny = search(
-        published(), tight, Objective(context=1, concurrency=3, image_patches=0), layouts=[Layout(tp=16, ep=16)]
-    )
-    assert not tiny.ok
-    assert tiny.refused[0].kind == "memory"
+    pinned = sum(state.values())
+    for share, concurrency, fits in ((0.9, 3, False), (0.9, 2, True), (1.1, 3, True)):
+        pool = machine(16, memory=weights + pinned * share)
+        objective = Objective(context=1, concurrency=concurrency, image_patches=0)
+        tiny = search(published(), pool, objective, layouts=[Layout(tp=16, ep=16)])
+        assert tiny.ok == fits, (share, concurrency, tiny.explain())
+        assert [x.kind for x in tiny.refused] == ([] if fits else ["memory"])
 
 
 def test_p11_every_slot_of_every_layer_has_bytes_of_its_own_and_none_beyond_them() -> None:
@@ -189,23 +206,31 @@ def test_p12_no_layer_is_lost_whatever_the_number_of_stages() -> None:
         assert min(sizes) >= 1
     lost_by_floor_division = 93 - 8 * (93 // 8)
     assert lost_by_floor_division == 5
+    for num_layers, num_stages in itertools.product(range(1, 101), range(1, 17)):
+        if num_stages <= num_layers:
+            cut = Layout(pp=num_stages).stage_layers(num_layers)
+            assert [i for layers in cut for i in layers] == list(range(num_layers)), "complete, disjoint, in order"
+            assert all(cut)
     whole = sum(table.stage(Layout(pp=8), stage).total() for stage in range(8))
     assert whole == table.total()
 
 
-def test_p14_embeddings_and_the_dense_layer_weigh_when_stages_are_cut() -> None:
-    topology = machine(8, memory=4e12)
-    report = search(
-        published(), topology, Objective(context=64, concurrency=1, image_patches=0), layouts=[Layout(pp=8)]
-    )
+@pytest.mark.parametrize(("pp", "ignored"), [(8, "embedding and head"), (4, "that the first layer is dense")])
+def test_p14_embeddings_and_the_dense_layer_weigh_when_stages_are_cut(pp: int, ignored: str) -> None:
+    """A cut that leaves out either has a fuller stage than the plan's."""
+    objective = Objective(context=64, concurrency=1, image_patches=0)
+    report = search(published(), machine(pp, memory=4e12), objective, layouts=[Layout(pp=pp)])
     assert report.best is not None
-    chosen = max(ledger.weights for ledger in report.best.ledgers)
     table = read_weight_table(published(), "mxfp4")
-    even = max(table.stage(Layout(pp=8), stage).total() for stage in range(8))
-    blind = cut_stages([1.0] * 93, 8)
-    ignored = max(table.stage(Layout(pp=8, stages=blind), stage).total() for stage in range(8))
-    assert chosen <= min(even, ignored)
-    assert report.best.layout.stages is None or report.best.layout.stages[0] <= max(report.best.layout.stages)
+    assert table.edge("last", Layout(pp=pp)).total() > 1.17e9 * 2 * 0.99
+
+    def fullest(stages: tuple[int, ...] | None) -> int:
+        return max(table.stage(Layout(pp=pp, stages=stages), stage).total() for stage in range(pp))
+
+    loads = [float(table.layer(i, Layout(pp=pp)).total()) for i in range(93)]
+    blind = cut_stages(loads if ignored == "embedding and head" else [1.0] * 93, pp)
+    assert max(ledger.weights for ledger in report.best.ledgers) < fullest(blind)
+    assert max(ledger.weights for ledger in report.best.ledgers) <= fullest(None)
 
 
 @pytest.mark.parametrize(("tp", "placement"), [(4, "sharded"), (8, "shared_out"), (16, "shared_out"), (1, "whole")])

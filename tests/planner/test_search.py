@@ -13,7 +13,7 @@ from workbench.cluster.topology import Topology
 from workbench.operators import Inventory, Workload
 from workbench.placement import Layout, check_layout
 from workbench.planner import VLLM, Candidate, Objective, PlanReport, Reserve, all_layouts, plan
-from workbench.planner.candidates import divisors
+from workbench.planner.candidates import divisors, nearest_first
 from workbench.spec import ModelSpec
 
 RESERVE = Reserve(other=given(2e9, "B"), communicator=given(1e8, "B"))
@@ -73,6 +73,39 @@ def test_memory_refusals_say_how_much_is_missing() -> None:
     assert "short" in refusal.reason
     assert "weights 202 GB" in refusal.reason
     assert report.explain().startswith("No plan fits.")
+
+
+def test_refusals_stand_nearest_to_fitting_first_with_how_much_is_missing() -> None:
+    """Memory by the share that is missing, then what no memory would help, each kind of reason once."""
+    layouts = [Layout(tp=8, ep=8), Layout(tp=64), Layout(pp=2, tp=16), Layout(tp=16, ep=16), Layout(tp=32, ep=32)]
+    machines = machine(64, memory=40e9)
+    report = search(published(), machines, Objective(context=4096, concurrency=1), layouts=layouts)
+    assert not report.ok
+    (table,) = (x for x in report.tables() if x.title.startswith("Refused"))
+    rows = [(row[0], row[2], row[3]) for row in table.rows]
+    assert rows[-1][1:] == ("divisibility", None), "96 heads do not divide by 64 however much memory there is"
+    assert all(kind == "memory" for _, kind, _ in rows[:-1])
+    # By the peak of the fullest stage, worked out anew.
+    peaks = {}
+    for layout in layouts:
+        if layout.tp != 64:
+            found = search(published(), machine(64, memory=1e15), report.objective, layouts=[layout]).candidates[0]
+            peaks[str(layout)] = max(x.peak - x.of("working", "serving") for x in found.ledgers)
+    assert [name for name, _, _ in rows[:-1]] == sorted(peaks, key=lambda name: peaks[name])
+    beyond = [float(text.rstrip("%")) / 100 for _, _, text in rows[:-1]]  # type: ignore[union-attr]
+    assert beyond == pytest.approx([peaks[name] / 40e9 - 1 for name, _, _ in rows[:-1]], rel=0.01)
+    assert f"nearest: {rows[0][0]} " in report.explain()
+    assert [x["layout"] for x in report.to_json()["refused"]] == [name for name, _, _ in rows]  # type: ignore[attr-defined]
+
+
+def test_a_limit_of_time_is_missed_by_its_share() -> None:
+    objective = Objective(context=4096, concurrency=16, max_per_token_s=1e-5)
+    report = search(published(), h200(16), objective, layouts=[Layout(tp=16, ep=16), Layout(pp=2, tp=8, ep=8)])
+    by_layout = {str(x.layout): x for x in report.refused}
+    loose = search(published(), h200(16), Objective(context=4096, concurrency=16), layouts=[Layout(tp=16, ep=16)])
+    assert by_layout["tp16xep16"].excess == pytest.approx(loose.candidates[0].bound_s / 1e-5 - 1)
+    shares = [x.excess for x in nearest_first(report.refused)]
+    assert shares == sorted(shares)  # type: ignore[type-var]
 
 
 def test_a_costed_plan_fits_its_devices_and_keeps_its_limits() -> None:

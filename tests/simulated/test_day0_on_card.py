@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,14 @@ def accepted(
 @pytest.mark.parametrize("root", [TINY, NANO], ids=lambda root: root.name)
 def test_without_gaps_the_card_is_accepted(on_card: OnCard, tmp_path: Path, root: Path) -> None:
     code, gates, report = accepted(on_card, root, tmp_path, "")
-    # How much the weights know is no matter of the device: that gate reads the same on the host.
     failed = {gate_id for gate_id, gate in gates.items() if gate["status"] != "pass"}
-    assert failed <= {"answers.correct"}, report["verdict"]
+    # The miniature's weights know nothing, on the host as well; the trained model's do. And how fast a simulated card
+    # is, is a matter of how busy its host is.
+    slow = {gate_id for gate_id in failed if gate_id.startswith("latency.")}
+    assert failed - slow == ({"answers.correct"} if root == TINY else set()), report["verdict"]
     assert code == (1 if failed else 0)
+    covered = next(section for section in report["sections"] if section["title"] == "Operators")
+    assert not any(table["title"] == "Gaps" for table in covered["tables"])
     assert report["environment"]["device"] == "simcard"
     assert report["hardware"] == "simulated accelerator 0, 2 devices (simcard)"
     assert any(section["title"] == "Operators" for section in report["sections"])
@@ -44,6 +49,10 @@ def test_with_gaps_it_fails_and_names_each(on_card: OnCard, tmp_path: Path, root
     failed = {gate_id for gate_id, gate in gates.items() if gate["status"] == "fail"}
     assert failed == {"operators.coverage"}, report["verdict"]
     assert named(gates["operators.coverage"]["evidence"]) == PLANTED
+    covered = next(section for section in report["sections"] if section["title"] == "Operators")
+    (gaps,) = (table for table in covered["tables"] if table["title"] == "Gaps")
+    shown = {re.sub(r"^aten\.|_?\..*$", "", str(row[1])): row[2] for row in gaps["rows"]}
+    assert shown == PLANTED, "the coverage table shows these and no others"
     passed = {gate_id for gate_id, gate in gates.items() if gate["status"] == "pass"}
     assert passed >= ALWAYS - {"operators.coverage"}
     for gate_id in ("answers.text", "answers.image", "parity.serving"):  # nothing was answered: nothing is judged

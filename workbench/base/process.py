@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
-__all__ = ["peak_resident_bytes"]
+__all__ = ["forget_peak", "peak_resident_bytes", "private_resident_bytes"]
 
 
 def peak_resident_bytes() -> int:
@@ -20,3 +22,20 @@ def peak_resident_bytes() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def private_resident_bytes() -> tuple[int, int]:
+    """Resident bytes of this process without those of mapped files, and those of mapped files (0 where only the sum is
+    known)."""
+    try:
+        with open("/proc/self/statm") as file:
+            _, resident, shared, *_ = (int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in file.read().split())
+    except OSError:  # not Linux: only the peak is known
+        return peak_resident_bytes(), 0
+    return resident - shared, shared
+
+
+def forget_peak() -> None:
+    """Let `peak_resident_bytes` begin anew at the present size; does nothing where the kernel has no such switch."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")

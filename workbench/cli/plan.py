@@ -11,7 +11,7 @@ from workbench.cli.show import print_json, say
 
 if TYPE_CHECKING:
     from workbench.cluster.topology import Topology
-    from workbench.planner import LaunchPlan, Reserve
+    from workbench.planner import LaunchPlan
 
 
 def add(commands: Commands) -> None:
@@ -48,7 +48,7 @@ def _plan(args: argparse.Namespace) -> int:
     from workbench.spec import read_spec
 
     spec = read_spec(args.path)
-    topology, reserve = _machines(args)
+    topology = _machines(args)
     report = plan(
         spec,
         topology,
@@ -64,7 +64,6 @@ def _plan(args: argparse.Namespace) -> int:
         kv_dtypes=args.kv or ("auto",),
         layouts=None if args.layout is None else [Layout.parse(text) for text in args.layout],
         engine=ENGINES[args.engine],
-        reserve=reserve,
     )
     launches: tuple[LaunchPlan, ...] = ()
     if args.launch and report.best is not None:
@@ -76,17 +75,14 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _machines(args: argparse.Namespace) -> tuple[Topology, Reserve | None]:
-    """The topology, and what its devices keep for themselves where the catalogue says so."""
+def _machines(args: argparse.Namespace) -> Topology:
     from workbench.cluster import Topology, read_hardware, read_topology
-    from workbench.planner import Reserve
 
     if args.topology is not None:
         if args.hardware is not None or args.devices is not None:
             raise UsageError("--topology already says which devices; leave out --hardware and --devices")
-        return read_topology(args.topology), None
+        return read_topology(args.topology)
     if args.hardware is None:
         raise UsageError("name the machines: --hardware NAME --devices N, or --topology FILE")
     hardware = read_hardware(args.hardware)
-    topology = Topology.of_hardware(hardware, args.devices or hardware.devices_per_node)
-    return topology, Reserve.for_hardware(hardware)
+    return Topology.of_hardware(hardware, args.devices or hardware.devices_per_node)

@@ -23,7 +23,6 @@ MAX_FILE_BYTES = 1 << 16
 MAX_DEVICES_PER_NODE = 1 << 20
 # Number formats a device may multiply in, widest first.
 FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "mxfp6", "nvfp4", "mxfp4", "int8", "int4")
-RESERVED_SHARE = Quantity(0.05, "1", "assumed", "share of device memory that runtime and allocator keep; not published")
 
 _FIGURES = {"memory": "B", "memory_bandwidth": "B/s", "host_memory": "B", "reserved_share": "1"}
 _TEXTS = ("name", "vendor", "device_type")
@@ -44,7 +43,8 @@ class NodeLink:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
     """One accelerator (or host CPU) as its vendor describes it. `matmul` is dense FLOP/s by number format; `formats`
-    are those it multiplies in; `devices_per_node` share `intra_node`; `gaps` says why a figure is None."""
+    are those it multiplies in; `devices_per_node` share `intra_node`; `reserved_share` is the part of the memory that
+    runtime and allocator keep, where the file says so; `gaps` says why a figure is None."""
 
     key: str
     name: str
@@ -58,7 +58,7 @@ class Hardware:
     intra_node: NodeLink
     inter_node: NodeLink
     host_memory: Quantity | None
-    reserved_share: Quantity
+    reserved_share: Quantity | None
     gaps: Mapping[str, str]
 
     def figures(self) -> dict[str, Quantity]:
@@ -163,8 +163,8 @@ def _parse(path: Path) -> Hardware:
     memory = figures["memory"]
     if memory is None:
         raise reader.error("memory", "missing", "bytes: nothing can be planned without")
-    share = figures["reserved_share"] or RESERVED_SHARE
-    if not 0 <= share.value < 1:
+    share = figures["reserved_share"]
+    if share is not None and not 0 <= share.value < 1:
         raise reader.error("reserved_share", share.value, "a share from 0 up to 1")
     formats = record.get("formats")
     if not isinstance(formats, list) or not formats or not all(x in FORMATS for x in formats):

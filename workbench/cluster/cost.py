@@ -12,8 +12,9 @@ The formulas at the end estimate a collective that was not measured, from the co
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from workbench.base import Quantity
@@ -27,7 +28,11 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkCost:
     """`alpha` [s] + bytes / `bandwidth` [B/s]. `residual` is the worst relative misfit over `points`, the
-    (num_bytes, seconds) that the two numbers were fitted to; both are empty for figures that nobody measured."""
+    (num_bytes, seconds) that the two numbers were fitted to; both are empty for figures that nobody measured.
+
+    Between two measured sizes the points speak, outside of them the two numbers: libraries change their algorithm with
+    the size, which no straight line follows.
+    """
 
     alpha: Quantity
     bandwidth: Quantity
@@ -42,8 +47,23 @@ class LinkCost:
 
     def time(self, num_bytes: float) -> Quantity:
         """Seconds to move that many bytes; the basis is the weaker of the two numbers'."""
-        moved = Quantity(num_bytes, "B", "exact") / self.bandwidth
-        return self.alpha + moved
+        fitted = self.alpha + Quantity(num_bytes, "B", "exact") / self.bandwidth
+        between = self._between_points(num_bytes)
+        return fitted if between is None else replace(fitted, value=between)
+
+    def _between_points(self, num_bytes: float) -> float | None:
+        """On the straight line between the two measured sizes around; None outside of them."""
+        times: dict[int, list[float]] = {}
+        for size, seconds in self.points:
+            times.setdefault(size, []).append(seconds)
+        sizes = sorted(times)
+        if len(sizes) < 2 or not sizes[0] <= num_bytes <= sizes[-1]:
+            return None
+        place = min(max(1, bisect_left(sizes, num_bytes)), len(sizes) - 1)
+        low, high = sizes[place - 1], sizes[place]
+        share = (num_bytes - low) / (high - low)
+        first, second = (sum(times[size]) / len(times[size]) for size in (low, high))
+        return first + share * (second - first)
 
     def scaled(self, scale: float, why: str) -> LinkCost:
         """A link `scale` times as fast: alpha divided and bandwidth multiplied. Basis "modelled"; no points."""

@@ -225,6 +225,7 @@ class Topology:
                 memory_bandwidth=hardware.memory_bandwidth,
                 matmul=hardware.matmul,
                 formats=hardware.formats,
+                reserved_share=hardware.reserved_share,
             )
             for rank in range(num_devices)
         )

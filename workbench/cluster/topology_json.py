@@ -57,6 +57,7 @@ def device_to_json(device: TopologyDevice) -> dict[str, object]:
         "memory_bandwidth": quantity_to_json(device.memory_bandwidth),
         "matmul": {name: quantity_to_json(rate) for name, rate in device.matmul.items()},
         "formats": list(device.formats),
+        "reserved_share": quantity_to_json(device.reserved_share),
     }
 
 
@@ -115,6 +116,8 @@ def topology_from_json(record: object, *, where: object = None) -> Topology:
 
 def device_from_json(fields: Fields) -> TopologyDevice:
     memory, rate = fields.optional("memory_total"), fields.optional("memory_bandwidth")
+    # Records written before there was such a member have none.
+    share = fields.optional("reserved_share") if "reserved_share" in fields.keys() else None  # noqa: SIM118 (not a dict)
     matmul = fields.child("matmul")
     device = TopologyDevice(
         rank=fields.count("rank"),
@@ -125,6 +128,7 @@ def device_from_json(fields: Fields) -> TopologyDevice:
         memory_bandwidth=None if rate is None else rate.quantity("B/s"),
         matmul={name: matmul.child(name).quantity("FLOP/s") for name in matmul.keys()},  # noqa: SIM118 (not a dict)
         formats=fields.texts("formats"),
+        reserved_share=None if share is None else share.quantity("1"),
     )
     fields.done()
     return device

@@ -26,7 +26,8 @@ SHORT_NAMES = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopologyDevice:
     """One rank's device. `matmul` holds dense FLOP/s by short name ("bf16", "fp8", "mxfp4", ...); `formats` are the
-    number formats the device multiplies in. Figures that are not known are None or absent."""
+    number formats the device multiplies in; `reserved_share` of its memory is kept by runtime and allocator. Figures
+    that are not known are None or absent."""
 
     rank: int
     host: str
@@ -36,6 +37,7 @@ class TopologyDevice:
     memory_bandwidth: Quantity | None = None
     matmul: Mapping[str, Quantity] = field(default_factory=dict)
     formats: tuple[str, ...] = ()
+    reserved_share: Quantity | None = None
 
     def matmul_rate(self, dtype: str) -> Quantity | None:
         """Dense FLOP/s in a format, by short ("bf16") or torch ("bfloat16") name; None where it is not known."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import sys
 
-from workbench.base import peak_resident_bytes
+from workbench.base import peak_resident_bytes, private_resident_bytes
 
 __all__ = ["HostMemory", "return_freed_memory"]
 
@@ -19,11 +18,11 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        (self.before, self.mapped), self.peak_before = _private_bytes(), peak_resident_bytes()
+        (self.before, self.mapped), self.peak_before = private_resident_bytes(), peak_resident_bytes()
         self.highest = self.before
 
     def sample(self) -> None:
-        private, mapped = _private_bytes()
+        private, mapped = private_resident_bytes()
         self.highest, self.mapped = max(self.highest, private), max(self.mapped, mapped)
 
     @property
@@ -44,13 +43,3 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform != "win32" else None
     if trim is not None:
         trim(0)
-
-
-def _private_bytes() -> tuple[int, int]:
-    """Resident bytes of this process without those of mapped files, and those of mapped files."""
-    try:
-        with open("/proc/self/statm") as file:
-            _, resident, shared, *_ = (int(pages) * resource.getpagesize() for pages in file.read().split())
-    except OSError:  # not Linux: only the peak is known
-        return peak_resident_bytes(), 0
-    return resident - shared, shared

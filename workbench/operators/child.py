@@ -25,6 +25,9 @@ def _load() -> Callable[[str, str, str], object]:
     def perform(kind: str, argument: str, device: str) -> object:
         if kind == "operator":
             return trial.try_operator(json.loads(argument), device)
+        if kind == "cold":
+            use, between = json.loads(argument)
+            return trial.try_operator(use, device, weights_between=between)
         if kind == "untimed":
             return trial.try_operator(json.loads(argument), device, is_timed=False)
         if kind == "matmul":

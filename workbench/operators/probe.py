@@ -6,9 +6,12 @@ import datetime
 import json
 import math
 import platform
+import statistics
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from workbench.base import DeploymentError, Quantity
 from workbench.cluster.probe import ProbeResult, run_probe
@@ -30,6 +33,8 @@ def probe_operators(
     time_limit_s: float = OPERATOR_SECONDS,
     roofline: bool = True,
     each_shape: bool = True,
+    cold_weights: bool = False,
+    at_once: int = 1,
     command: Sequence[str] = PROBE_COMMAND,
     progress: Callable[[int, int], None] | None = None,
 ) -> Coverage:
@@ -38,6 +43,10 @@ def probe_operators(
     Views are tried once per operator and dtypes, everything else at each of its shapes. An operator that hangs or takes
     its child down has failed, and the rest goes on. With `roofline` the limits of the device are measured first.
     Without `each_shape` one call speaks for each operator and dtypes, the largest of at most 64 MiB, and none is timed.
+    How fast an operator is inside a pass: with `cold_weights` each call meets weights that were last used as many bytes
+    ago as the pass reads; `at_once` children try the same side by side, as ranks do that share a machine, and the mean
+    of their times counts.
+
     `progress(done, total)` is called as answers come in. Raises DeploymentError where the child does not start at all.
     """
     group = (inventories,) if isinstance(inventories, Inventory) else tuple(inventories)
@@ -45,11 +54,19 @@ def probe_operators(
     uses = _to_try(distinct) if each_shape else _one_of_each(distinct)
     dtypes = list(dict.fromkeys(use.input_dtypes[0] for use in uses if use.flops))
     limits = measure_roofline(device, dtypes, command=command, time_limit_s=time_limit_s) if roofline else Roofline()
+    # The pass that reads least between two uses of a weight leaves it warmest.
+    between = min((x.weight_bytes for x in group), default=0)
     results: list[OperatorResult] = []
     for start in range(0, len(uses), BATCH):
         batch = uses[start : start + BATCH]
-        tasks = [("operator" if each_shape else "untimed", json.dumps(use.to_json())) for use in batch]
-        answers = run_probe(tasks, device=device, time_limit_s=time_limit_s, command=command)
+        if each_shape and cold_weights:
+            tasks = [("cold", json.dumps([use.to_json(), between])) for use in batch]
+        else:
+            tasks = [("operator" if each_shape else "untimed", json.dumps(use.to_json())) for use in batch]
+        with ThreadPoolExecutor(at_once) as pool:
+            ask = partial(run_probe, tasks, device=device, time_limit_s=time_limit_s, command=command)
+            sides = [job.result() for job in [pool.submit(ask) for _ in range(at_once)]]
+        answers = [together(group) for group in zip(*sides, strict=True)]
         results += [_result(use, answer, limits) for use, answer in zip(batch, answers, strict=True)]
         if progress is not None:
             progress(len(results), len(uses))
@@ -91,6 +108,18 @@ def _one_of_each(uses: Sequence[OperatorUse]) -> list[OperatorUse]:
 
 def _num_elements(use: OperatorUse) -> int:
     return sum(math.prod(shape) for shape in use.input_shapes)
+
+
+def together(answers: Sequence[ProbeResult]) -> ProbeResult:
+    """What several children say of one operator: the first that has a gap, else the first with the mean time of all."""
+    gap = next((x for x in answers if not isinstance(x.value, dict) or x.value["status"] != "ran"), None)
+    if gap is not None or len(answers) == 1:
+        return gap or answers[0]
+    values = [x.value for x in answers if isinstance(x.value, dict)]
+    times = [value["seconds"] for value in values if value.get("seconds")]
+    if not times:
+        return answers[0]
+    return replace(answers[0], value={**values[0], "seconds": statistics.mean(times)})
 
 
 def _result(use: OperatorUse, answer: ProbeResult, limits: Roofline) -> OperatorResult:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from workbench.parallel.experts import share_sizes
 from workbench.placement import Layout, RankCoords
-from workbench.spec import MoESpec
+from workbench.spec import ModelSpec, MoESpec
 
-__all__ = ["ExpertTraffic", "Routing", "spread_evenly"]
+__all__ = ["ExpertTraffic", "Routing", "draw_routing", "spread_evenly"]
 
 # (layer, dp rank, tokens of that replica) -> expert ids (T, K) int64 on the CPU, each row ascending and without doubles
 Routing = Callable[[int, int, int], Tensor]
@@ -34,6 +34,23 @@ def spread_evenly(moe: MoESpec, num_tokens: int, first_token: int = 0) -> Tensor
     starts = torch.arange(first_token, first_token + num_tokens)[:, None] * step % period
     places = torch.arange(top_k) * num // top_k
     return ((starts + places) % num).sort(-1).values
+
+
+def draw_routing(spec: ModelSpec, seed: int = 0) -> Routing:
+    """Routing in which every token draws its K experts by itself, all alike likely.
+
+    Even over many tokens; of few tokens several meet at one expert and others stay unused, as in a decode step of a
+    router that is balanced: E (1 - (1 - K/E)^T) experts are visited, where an even spread visits min(E, T K).
+    """
+
+    def routing(layer_idx: int, dp: int, num_tokens: int) -> Tensor:
+        moe = spec.layers[layer_idx].ffn
+        assert isinstance(moe, MoESpec)
+        generator = torch.Generator().manual_seed(hash((seed, layer_idx, dp)) & 0x7FFFFFFF)
+        scores = torch.rand(num_tokens, moe.num_experts, generator=generator)
+        return scores.topk(moe.top_k, dim=-1).indices.sort(-1).values
+
+    return routing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ a kernel that computes on the host in memory of its own, behind torch's back; it
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -30,6 +31,8 @@ MAX_REFERENCE_FLOPS = 2e9  # beyond this only some rows of the result are compar
 REFERENCE_ROWS = 8
 WINDOW_S, NUM_WINDOWS, MAX_TIMING_S = 1e-3, 5, 0.5
 COPY_BYTES = 64 << 20
+COLD_BYTES = 128 << 20  # beyond the last cache of most devices: what was used so long ago is read from memory again
+MAX_TURNS = 1024  # copies of one weight: of the smallest ones the time to fetch them is none of the call's
 LARGEST_APPROXIMATION = 0.05  # relative error beyond which numbers are wrong, not approximate
 # Positive arguments only, or the reference is NaN.
 POSITIVE = {"rsqrt", "sqrt", "log", "reciprocal", "pow", "div"}
@@ -42,10 +45,12 @@ UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty
 
 
 class Trial:
-    """`use` as `OperatorUse.to_json` gives it."""
+    """`use` as `OperatorUse.to_json` gives it. `weights_between`: bytes of weights that a pass reads between two calls
+    with the same ones, so that these are as cold as in a pass when the call is timed; 0 times them as they lie."""
 
-    def __init__(self, use: Mapping[str, Any], device: str, *, is_timed: bool = True) -> None:
+    def __init__(self, use: Mapping[str, Any], device: str, *, is_timed: bool = True, weights_between: int = 0) -> None:
         self.use, self.device, self.is_timed = use, torch.device(device), is_timed
+        self.weights_between = weights_between
         self.name: str = use["name"]
         self.base = self.name.split(".")[1].removesuffix("_")
         self.args, self.kwargs = json.loads(use["call"])
@@ -235,30 +240,62 @@ class Trial:
             return [x[:1, :1] if x.ndim == 4 else x for x in host], lambda x: x[:1, :1]
         return host, lambda x: x
 
+    def calls(self, host: list[Tensor]) -> list[tuple[Any, Any]]:
+        """Arguments of the calls that are timed one after another: the same activations, weights that take turns.
+
+        A pass reads a weight once and finds it where the bytes read since then have left it; a call that is repeated
+        with one weight would find it in a cache.
+        """
+        tensors, places = self.put(host), self.weight_places(host)
+        size = sum(host[i].nbytes for i in places)
+        turns = min(MAX_TURNS, -(-min(self.weights_between, COLD_BYTES) // size)) if size else 1
+        made = [self.build(tensors, self.device, None)]
+        for _ in range(1, turns):
+            others = self.put([host[i] for i in places])
+            own = list(tensors)
+            for i, other in zip(places, others, strict=True):
+                own[i] = other
+            made.append(self.build(own, self.device, None))
+        return made
+
+    def weight_places(self, host: Sequence[Tensor]) -> list[int]:
+        """Inputs that are parameters, as far as their sizes tell; none where weights are only read in part."""
+        wanted = self.use["weight_bytes"]
+        if not wanted:
+            return []
+        alone = [i for i, x in enumerate(host) if x.nbytes == wanted]
+        if alone:
+            return alone[-1:]  # a product of two squares has its weight second
+        return list(range(len(host))) if sum(x.nbytes for x in host) == wanted else []
+
     def time(self, func: Any, host: list[Tensor]) -> float | None:
         """Median seconds of one call after warming up; None for a view, which is no work."""
         if self.use["is_view"]:
             return None
-        args, kwargs = self.build(self.put(host), self.device, None)
+        calls = itertools.cycle(self.calls(host))
 
         def window(repeats: int) -> float:
             start = time.perf_counter()
             for _ in range(repeats):
+                args, kwargs = next(calls)
                 out = func(*args, **kwargs)
             _finish(self.device, _tensors(out))
             return (time.perf_counter() - start) / repeats
 
         window(1)
-        once = window(1)
+        once = statistics.median([window(1), window(1), window(1)]) if self.weights_between else window(1)
         if once * NUM_WINDOWS > MAX_TIMING_S:
             return statistics.median([once, window(1)])
         repeats = max(1, math.ceil(WINDOW_S / max(once, 1e-9)))
         return statistics.median(window(repeats) for _ in range(NUM_WINDOWS))
 
 
-def try_operator(use: Mapping[str, Any], device: str, *, is_timed: bool = True) -> dict[str, object]:
-    """Outcome of one operator use (as `OperatorUse.to_json` gives it) on `device`; its rate too where `is_timed`."""
-    return Trial(use, device, is_timed=is_timed).outcome()
+def try_operator(
+    use: Mapping[str, Any], device: str, *, is_timed: bool = True, weights_between: int = 0
+) -> dict[str, object]:
+    """Outcome of one operator use (as `OperatorUse.to_json` gives it) on `device`; its rate too where `is_timed`, with
+    weights as cold as `weights_between` bytes of others make them."""
+    return Trial(use, device, is_timed=is_timed, weights_between=weights_between).outcome()
 
 
 def measure_copy(device: str) -> dict[str, object]:

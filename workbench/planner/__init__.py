@@ -5,7 +5,7 @@ Nothing here needs torch until a model is looked at.
 
 from workbench.planner.calibrate import CalibratedEfficiency, CategoryFit, calibrate, calibrate_host
 from workbench.planner.candidates import Candidate, Refusal, all_layouts
-from workbench.planner.check import CheckLine, PlanCheck, check_deployment, check_memory, check_times
+from workbench.planner.check import CheckLine, PlanCheck, check_deployment, check_memory, check_times, measure_other
 from workbench.planner.cost import CostError, CostLine, Efficiency, StageCost, StepCost, stage_cost, step_cost
 from workbench.planner.engines import ENGINES, SGLANG, VLLM, WORKBENCH, Engine
 from workbench.planner.launch import LaunchCommand, LaunchPlan, launch_all, launch_sglang, launch_vllm, launch_workbench
@@ -62,6 +62,7 @@ __all__ = [
     "launch_sglang",
     "launch_vllm",
     "launch_workbench",
+    "measure_other",
     "plan",
     "read_weight_table",
     "stage_cost",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,26 +15,46 @@ from workbench.planner.stages import cut_stages
 from workbench.planner.weights import WeightTable
 from workbench.spec import ModelSpec, MoESpec
 
-__all__ = ["Candidate", "Refusal", "RefusalKind", "all_layouts", "balanced", "divisors", "ledgers_of"]
+__all__ = [
+    "Candidate",
+    "Refusal",
+    "RefusalKind",
+    "all_layouts",
+    "balanced",
+    "divisors",
+    "ledgers_of",
+    "memory_excess",
+    "memory_reason",
+    "nearest_first",
+]
 
 RefusalKind = Literal["divisibility", "engine", "memory", "latency", "topology"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """A plan that is not possible, and the one reason."""
+    """A plan that is not possible, and the one reason. `excess`: by what share it is beyond the device's memory, or the
+    limit of a time; None where it is not a matter of how much."""
 
     layout: Layout
     precision: str
     kv_dtype: str
     kind: RefusalKind
     reason: str
+    excess: float | None = None
 
     def __str__(self) -> str:
         return f"{self.layout} {self.precision}: {self.reason}"
 
     def to_json(self) -> dict[str, object]:
-        return {"layout": str(self.layout), "precision": self.precision, "kv": self.kv_dtype, "reason": self.reason}
+        return {
+            "layout": str(self.layout),
+            "precision": self.precision,
+            "kv": self.kv_dtype,
+            "kind": self.kind,
+            "reason": self.reason,
+            "excess": self.excess,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,6 +250,28 @@ def ledgers_of(
         )
         for stage in (range(layout.pp) if stages is None else stages)
     )
+
+
+def nearest_first(refusals: Iterable[Refusal]) -> list[Refusal]:
+    """Those that miss by least first; those that no more memory or time would help last, the largest of them first."""
+
+    def distance(x: Refusal) -> tuple[bool, float, bool, int, int, int]:
+        layout = x.layout
+        return (
+            x.excess is None,
+            x.excess or 0.0,
+            x.kind == "divisibility",
+            -layout.world_size,
+            -layout.tp,
+            -layout.ep,
+        )
+
+    return sorted(refusals, key=distance)
+
+
+def memory_excess(ledgers: tuple[MemoryLedger, ...]) -> float:
+    """By what share of a device's memory the fullest stage is too large; 0 where it fits."""
+    return max(x.peak / x.capacity.value - 1 if x.capacity and not x.fits else 0.0 for x in ledgers)
 
 
 def memory_reason(ledgers: tuple[MemoryLedger, ...]) -> str:

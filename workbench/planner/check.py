@@ -7,9 +7,9 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from workbench.base import Cell, Quantity, Table, human
 from workbench.placement import Layout
@@ -18,13 +18,15 @@ from workbench.planner.engines import WORKBENCH
 from workbench.planner.inventories import InventoryBook, TraceInventory
 from workbench.planner.memory import CacheNeed, Reserve, stage_ledger
 from workbench.planner.objective import Objective
+from workbench.planner.rank import HeldMemory
 from workbench.planner.weights import read_weight_table
 
 if TYPE_CHECKING:
     from workbench.cluster.topology import Topology
     from workbench.deployment import Deployment
+    from workbench.serving.steps import SequenceStep
 
-__all__ = ["CheckLine", "PlanCheck", "check_deployment", "check_memory", "check_times"]
+__all__ = ["CheckLine", "MadeUpSteps", "PlanCheck", "check_deployment", "check_memory", "check_times", "measure_other"]
 
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.03, 0.25
 
@@ -138,15 +140,17 @@ def check_deployment(
     measured: OperatorSeconds | None = None,
     efficiency: Efficiency | None = None,
     trace: TraceInventory | None = None,
+    other: Quantity | None = None,
     repeats: int = 9,
 ) -> PlanCheck:
     """Memory of every rank and the time of a decode step and of a chunk of a prompt, predicted and measured.
 
     The slots of the deployment are filled with made-up tokens, so nothing else may use it meanwhile. `context`: cached
     tokens of each sequence in the decode step (default: half of a slot). `measured` holds seconds of operators measured
-    on this kind of device with as many threads as a rank has.
+    on this kind of device with as many threads as a rank has, `other` what a rank's process takes beside its model (see
+    `check_memory`).
     """
-    lines = check_memory(deployment, precision=precision)
+    lines = check_memory(deployment, precision=precision, chunk_tokens=chunk_tokens, other=other, trace=trace)
     times, costs = check_times(
         deployment,
         topology,
@@ -167,11 +171,19 @@ def check_deployment(
     )
 
 
-def check_memory(deployment: Deployment, *, precision: str) -> tuple[CheckLine, ...]:
-    """Weights, caches, their sum, and the growth of each rank's process while it loaded.
+def check_memory(
+    deployment: Deployment,
+    *,
+    precision: str,
+    chunk_tokens: int = 256,
+    other: Quantity | None = None,
+    trace: TraceInventory | None = None,
+) -> tuple[CheckLine, ...]:
+    """Weights by role, caches by kind, their sums, and the whole of each rank with a chunk of a prompt under way.
 
-    The process itself (interpreter, torch) is no part of a plan's prediction on a device; its size is told with the
-    loading peak, as a line that does not count.
+    What the process itself takes (interpreter, torch) is no matter of the model: with `other`, measured on another
+    model by `measure_other`, the whole counts as well; without, the reserve's assumption is shown and does not count.
+    A line of the ledger that the rank does not hold, or holds without one, is told as such.
     """
     spec, layout, info = deployment.spec, deployment.layout, deployment.info
     table = read_weight_table(spec, precision)
@@ -182,27 +194,80 @@ def check_memory(deployment: Deployment, *, precision: str) -> tuple[CheckLine, 
         kv_scale_bytes=WORKBENCH.kv_scale_bytes,
     )
     reserve = Reserve.for_device("cpu")
+    if other is not None:  # communicators were there when it was measured
+        reserve = replace(reserve, other=other, communicator=Quantity(0.0, "B", other.basis, "measured with the rest"))
+    chunk = min(chunk_tokens, info.max_tokens)
+    objective = Objective(context=info.max_tokens, chunk_tokens=chunk, concurrency=1)
+    working = InventoryBook(spec, trace).fullest_prefill(layout, precision, objective)
+    held = cast(list[HeldMemory], deployment.call("workbench.planner.rank:measure_held"))
+    _read_chunk(deployment, start=info.max_tokens - chunk, chunk=chunk)
+    peaks = cast(list[int], deployment.call("workbench.planner.rank:measure_peak"))
     lines: list[CheckLine] = []
-    for stats, load in zip(deployment.stats(), deployment.load_stats, strict=True):
-        rank = stats.rank
-        ledger = stage_ledger(table, layout, layout.coords(rank).pp, need, reserve)
-        held = round(load["resident_bytes"])
+    for stats, load, own, peak in zip(deployment.stats(), deployment.load_stats, held, peaks, strict=True):
+        rank, stage = stats.rank, layout.coords(stats.rank).pp
+        activations = Quantity(float(working[stage].activation_peak_bytes), "B", "modelled", "trace")
+        ledger = stage_ledger(table, layout, stage, need, reserve, activations=activations)
+        for group, measured in (("weights", own.weights), ("cache", own.caches)):
+            planned = {x.role: x.size.value for x in ledger.lines if x.group == group and x.size.value}
+            for role in {**planned, **measured}:
+                lines.append(_bytes(f"{group}: {role}", rank, planned.get(role, 0), measured.get(role, 0)))
+        weights, caches = sum(own.weights.values()), sum(own.caches.values())
         lines += [
-            _bytes("weights", rank, ledger.weights, held),
-            _bytes("caches", rank, ledger.cache, stats.cache_bytes),
-            _bytes("weights and caches", rank, ledger.weights + ledger.cache, held + stats.cache_bytes),
+            _bytes("weights", rank, ledger.weights, weights),
+            _bytes("caches", rank, ledger.cache, caches),
+            _bytes("weights and caches", rank, ledger.weights + ledger.cache, weights + caches),
         ]
-        if stats.device_bytes is None:
-            window = next(line.size.value for line in ledger.lines if line.role == "staging window")
-            most = ledger.weights + window
-            lines.append(
-                _bytes("growth while loading", rank, most, load["peak_host_bytes"], counts=False, note="bound: window")
-            )
-            rest = stats.resident_bytes - held - stats.cache_bytes
-            lines.append(_bytes("process beside them", rank, reserve.other.value, rest, counts=False, note="assumed"))
-        else:
+        if stats.device_bytes is not None:
             lines.append(_bytes("allocated on the device", rank, ledger.weights + ledger.cache, stats.device_bytes))
+            continue
+        window = next(line.size.value for line in ledger.lines if line.role == "staging window")
+        lines += [
+            _bytes(
+                "growth while loading",
+                rank,
+                ledger.weights + window,
+                load["peak_host_bytes"],
+                counts=False,
+                note="bound: window",
+            ),
+            _bytes(
+                "process beside them",
+                rank,
+                ledger.of("other"),
+                own.private_bytes - weights - caches,
+                counts=False,
+                note=reserve.other.basis,
+            ),
+            _bytes(
+                "activations", rank, activations.value, peak - own.private_bytes, counts=False, note=f"{chunk} tokens"
+            ),
+            _bytes("the whole rank", rank, ledger.serving_peak, peak, counts=other is not None, note="serving"),
+        ]
     return tuple(lines)
+
+
+def measure_other(deployment: Deployment, *, chunk_tokens: int = 256) -> Quantity:
+    """Bytes that a rank's process takes beside weights and caches, on a host: the mean of the ranks after a step.
+
+    A small model on the same layout tells most, since little else is in its process.
+    """
+    info = deployment.info
+    chunk = min(chunk_tokens, info.max_tokens)
+    _read_chunk(deployment, start=0, chunk=chunk)
+    held = cast(list[HeldMemory], deployment.call("workbench.planner.rank:measure_held"))
+    rest = [x.private_bytes - sum(x.weights.values()) - sum(x.caches.values()) for x in held]
+    source = f"process of a rank of {deployment.spec.architecture}, {deployment.layout}, beside weights and caches"
+    return Quantity(statistics.mean(rest), "B", "measured", source)
+
+
+def _read_chunk(deployment: Deployment, *, start: int, chunk: int) -> None:
+    """A chunk of made-up tokens through slot 0 of every replica, which is emptied before and after."""
+    steps = MadeUpSteps(deployment=deployment, chunk=chunk, context=0)
+    for replica in range(deployment.info.dp):
+        deployment.reset_slot(replica, 0)
+    steps._timed([steps._step(0, start, steps._tokens(0, chunk), is_sampled=True)])
+    for replica in range(deployment.info.dp):
+        deployment.reset_slot(replica, 0)
 
 
 def check_times(
@@ -238,7 +303,7 @@ def check_times(
         return step_cost(phase, stages)
 
     costs = (predicted("prefill"), predicted("decode"))
-    found = _measure(deployment, chunk=chunk, context=context, repeats=repeats)
+    found = _measure(MadeUpSteps(deployment=deployment, chunk=chunk, context=context), repeats)
     round_trip = Quantity(found["round trip"], "s", "measured", "median of empty commands to all ranks")
     lines = []
     for cost in costs:
@@ -264,43 +329,66 @@ def _measured_share(cost: StepCost) -> float:
     return known / total if total else 0.0
 
 
-def _measure(deployment: Deployment, *, chunk: int, context: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a chunk from an empty slot, of a decode step of all slots, of a round without work."""
-    from workbench.serving.requests import SamplingParams
-    from workbench.serving.steps import SequenceStep
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeUpSteps:
+    """Steps of made-up tokens on a deployment that does nothing else: the same work each time, other tokens.
 
-    info, vocab = deployment.info, deployment.spec.vocab_size
-    greedy = SamplingParams(max_tokens=1)
+    Prefill: a chunk into the emptied slot 0 of every replica. Decode: one token for every slot, `context` of which is
+    filled before.
+    """
 
-    def tokens(seed: int, count: int) -> tuple[int, ...]:
+    deployment: Deployment
+    chunk: int
+    context: int
+
+    def prefill(self, attempt: int) -> float:
+        """Seconds of one chunk."""
+        for replica in range(self.deployment.info.dp):
+            self.deployment.reset_slot(replica, 0)
+        return self._timed([self._step(0, 0, self._tokens(attempt, self.chunk), is_sampled=True)])
+
+    def fill(self) -> None:
+        info = self.deployment.info
+        for slot in range(info.num_slots):
+            for replica in range(info.dp):
+                self.deployment.reset_slot(replica, slot)
+            for start in range(0, self.context, self.chunk):
+                ids = self._tokens(slot, min(self.chunk, self.context - start))
+                self._timed([self._step(slot, start, ids, is_sampled=False)])
+
+    def decode(self, attempt: int) -> float:
+        """Seconds of one step, the `attempt`-th (from 0) since `fill`."""
+        return self._timed(
+            [
+                self._step(slot, self.context + attempt, self._tokens(slot * 31 + attempt, 1), is_sampled=True)
+                for slot in range(self.deployment.info.num_slots)
+            ]
+        )
+
+    def _tokens(self, seed: int, count: int) -> tuple[int, ...]:
         # Well spread over the vocabulary, so that routing is as even as the weights allow.
-        return tuple((seed * 7919 + i * 104729) % vocab for i in range(count))
+        return tuple((seed * 7919 + i * 104729) % self.deployment.spec.vocab_size for i in range(count))
 
-    def timed(steps: Sequence[SequenceStep]) -> float:
+    @staticmethod
+    def _step(slot: int, start: int, ids: tuple[int, ...], *, is_sampled: bool) -> SequenceStep:
+        from workbench.serving.requests import SamplingParams
+        from workbench.serving.steps import SequenceStep
+
+        sample = SamplingParams(max_tokens=1) if is_sampled else None
+        return SequenceStep(slot=slot, start=start, token_ids=ids, sample=sample)
+
+    def _timed(self, steps: Sequence[SequenceStep]) -> float:
         began = time.perf_counter()
-        deployment.step([tuple(steps)] * info.dp)
+        self.deployment.step([tuple(steps)] * self.deployment.info.dp)
         return time.perf_counter() - began
 
-    prefill = []
-    for attempt in range(repeats + 1):
-        for replica in range(info.dp):
-            deployment.reset_slot(replica, 0)
-        step = SequenceStep(slot=0, start=0, token_ids=tokens(attempt, chunk), sample=greedy)
-        prefill.append(timed([step]))
-    for slot in range(info.num_slots):
-        for replica in range(info.dp):
-            deployment.reset_slot(replica, slot)
-        for start in range(0, context, chunk):
-            ids = tokens(slot, min(chunk, context - start))
-            timed([SequenceStep(slot=slot, start=start, token_ids=ids)])
-    decode = []
-    for attempt in range(repeats + 1):
-        steps = [
-            SequenceStep(slot=slot, start=context + attempt, token_ids=tokens(slot * 31 + attempt, 1), sample=greedy)
-            for slot in range(info.num_slots)
-        ]
-        decode.append(timed(steps))
-    rounds = [deployment.ping() for _ in range(repeats)]
+
+def _measure(steps: MadeUpSteps, repeats: int) -> dict[str, float]:
+    """Median seconds of a chunk from an empty slot, of a decode step of all slots, of a round without work."""
+    prefill = [steps.prefill(attempt) for attempt in range(repeats + 1)]
+    steps.fill()
+    decode = [steps.decode(attempt) for attempt in range(repeats + 1)]
+    rounds = [steps.deployment.ping() for _ in range(repeats)]
     # The first of each meets cold caches and is left out.
     return {
         "prefill": statistics.median(prefill[1:]),

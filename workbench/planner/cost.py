@@ -323,7 +323,10 @@ def _collective_lines(inventory: Inventory, topology: Topology) -> list[CostLine
         if use.group_size < 2 or use.operation == "send":  # a hop is counted where it arrives
             continue
         groups = _groups(use, inventory)
-        times = [topology.collective_time(use.link_operation, use.num_bytes, ranks) for ranks in groups]  # type: ignore[arg-type]
+        times = [
+            topology.collective_time(use.link_operation, use.num_bytes, ranks, dtype=use.dtype)  # type: ignore[arg-type]
+            for ranks in groups
+        ]
         seconds = max(times, key=lambda x: x.value) * float(use.count)
         name = f"{use.link_operation} over {use.group} ({use.group_size})"
         old = lines.get(name)

@@ -16,7 +16,7 @@ from workbench.planner.weights import WeightTable
 from workbench.spec import GQASpec, KDASpec, MLASpec, ModelSpec
 
 if TYPE_CHECKING:
-    from workbench.cluster import Hardware
+    from workbench.cluster import Hardware, TopologyDevice
 
 __all__ = ["CacheNeed", "MemoryLedger", "MemoryLine", "Reserve", "activation_itemsize", "cache_need", "stage_ledger"]
 
@@ -172,23 +172,30 @@ class Reserve:
 
     @classmethod
     def for_device(cls, device_type: str, memory: Quantity | None = None, share: Quantity | None = None) -> Reserve:
-        """Assumptions for an accelerator, or for a process on a host; `share` of `memory` is held back by its runtime.
+        """Assumptions for an accelerator, or for a process on a host; `share` of `memory` is held back by its runtime,
+        where somebody says how much.
 
-        The share is that of everything beside weights, caches and activations, so communicators are inside it.
+        The share is that of everything beside weights, caches and activations, so communicators are inside it. Nobody
+        publishes one; a fixed size is assumed otherwise, since of 16 H200 that hold 135.7 GiB of weights each (see
+        `reported.py`) no more than 3 % is left.
         """
         if device_type == "cpu":
             return cls(
                 other=Quantity(350e6, "B", "assumed", "interpreter, torch and its operators in one process"),
                 communicator=Quantity(4e6, "B", "assumed", "sockets and staging of one gloo group"),
             )
-        other = Quantity(2e9, "B", "assumed", "device context, allocator fragments, kernels and graphs")
-        if memory is not None and share is not None and share.value:
+        if memory is not None and share is not None:
             other = Quantity(memory.value * share.value, "B", share.basis, share.source)
             return cls(other=other, communicator=Quantity(0.0, "B", share.basis, "inside the reserved share"))
         return cls(
-            other=other,
+            other=Quantity(2e9, "B", "assumed", "device context, allocator fragments, kernels and graphs"),
             communicator=Quantity(256e6, "B", "assumed", "channels and staging of one communicator"),
         )
+
+    @classmethod
+    def of(cls, device: TopologyDevice) -> Reserve:
+        """Of a device of a topology, measured or from the catalogue, with the share that is known of it."""
+        return cls.for_device(device.device_type, device.memory_total, device.reserved_share)
 
     @classmethod
     def for_hardware(cls, hardware: Hardware) -> Reserve:

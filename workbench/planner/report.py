@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from workbench.base import Cell, Table, human
-from workbench.planner.candidates import Candidate, Refusal
+from workbench.planner.candidates import Candidate, Refusal, nearest_first
 from workbench.planner.cost import Efficiency
 from workbench.planner.engines import Engine
 from workbench.planner.memory import by_group
@@ -105,7 +105,7 @@ class PlanReport:
             "best": None if self.best is None else self.best.to_json(),
             "candidates": [_short(x) for x in self.candidates],
             "uncosted": [str(x) for x in self.uncosted],
-            "refused": [x.to_json() for x in self.refused],
+            "refused": [x.to_json() for x in nearest_first(self.refused)],
             "num_layouts": self.num_layouts,
             "seconds": self.seconds,
             "claims": list(self.claims),
@@ -116,7 +116,7 @@ class PlanReport:
         """The nearest miss of every kind of reason."""
         lines = []
         for kind, number in Counter(x.kind for x in self.refused).most_common():
-            nearest = _nearest([x for x in self.refused if x.kind == kind])
+            nearest, *_ = nearest_first(x for x in self.refused if x.kind == kind)
             lines.append(f"{number} refused for {kind}; nearest: {nearest}")
         if self.uncosted:
             lines.append(f"{len(self.uncosted)} fit in memory and were not costed; raise trace_limit to go on.")
@@ -226,21 +226,17 @@ class PlanReport:
     def _refusals(self) -> Table:
         rows: list[tuple[Cell, ...]] = []
         groups: dict[tuple[str, str], list[Refusal]] = {}
-        for x in self.refused:
+        for x in nearest_first(self.refused):
             groups.setdefault((x.kind, x.reason if x.kind == "divisibility" else str(x)), []).append(x)
-        ordered = sorted(groups.items(), key=lambda item: (item[0][0] == "divisibility", item[1][0].layout.world_size))
-        for (kind, _), members in ordered[:SHOWN_REFUSALS]:
+        for (kind, _), members in list(groups.items())[:SHOWN_REFUSALS]:
             first = members[0]
             name = str(first.layout) if len(members) == 1 else f"{first.layout} and {len(members) - 1} more"
-            rows.append((name, first.precision, kind, first.reason))
+            beyond = None if first.excess is None else f"{first.excess:.1%}"
+            rows.append((name, first.precision, kind, beyond, first.reason))
         more = len(groups) - len(rows)
         note = f"and {more} more reasons (--json has them all)" if more > 0 else ""
-        return Table(title="Refused", columns=("layout", "precision", "kind", "reason"), rows=tuple(rows), note=note)
-
-
-def _nearest(refusals: list[Refusal]) -> Refusal:
-    """The refusal that says most: of the largest layout that was refused."""
-    return max(refusals, key=lambda x: (x.layout.world_size, x.layout.tp, x.layout.ep))
+        columns = ("layout", "precision", "kind", "beyond", "reason")
+        return Table(title="Refused, nearest to fitting first", columns=columns, rows=tuple(rows), note=note)
 
 
 def _short(x: Candidate) -> dict[str, object]:

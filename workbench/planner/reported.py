@@ -108,7 +108,7 @@ def compare_reported(spec: ModelSpec, reports: tuple[Reported, ...] = REPORTED) 
         layout = Layout.parse(said.layout)
         # The shortest useful cache: that a layout fits at all is what was reported.
         need = CacheNeed(slots=1, max_tokens=said.context)
-        reserve = Reserve.for_device(hardware.device_type)
+        reserve = Reserve.for_hardware(hardware)
         ledgers = ledgers_of(table, layout, need, reserve, capacity=hardware.memory)
         free = min(ledger.free for ledger in ledgers if ledger.free is not None)
         tokens = None

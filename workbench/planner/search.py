@@ -23,6 +23,7 @@ from workbench.planner.candidates import (
     balanced,
     fullest_stage,
     ledgers_of,
+    memory_excess,
     memory_reason,
 )
 from workbench.planner.cost import Efficiency, OperatorSeconds, StageCost, StepCost, stage_cost, step_cost
@@ -80,7 +81,8 @@ def plan(
     """The best plan for `objective` on the devices of `topology`, with everything that was considered.
 
     `precisions`: how weights may be held, by default as published; a narrower one changes answers, so it must be asked
-    for. `layouts` limits the search to those. `measured` holds seconds of operators measured on this kind of device.
+    for. `layouts` limits the search to those. `reserve` is what a device keeps for itself, by default what the topology
+    says of its first one. `measured` holds seconds of operators measured on this kind of device.
     `trace` makes inventories (default: `operators.trace_inventory`); at most `trace_limit` plans are costed by it. No
     plan at all is an answer: the report then has only refusals. Raises ConfigError for a figure that the search needs
     and the topology lacks, LoadError for an unknown precision.
@@ -91,7 +93,7 @@ def plan(
         objective=objective or Objective(),
         engine=engine,
         efficiency=efficiency or Efficiency.for_device(topology.devices[0]),
-        reserve=reserve or Reserve.for_device(topology.devices[0].device_type, topology.devices[0].memory_total),
+        reserve=reserve or Reserve.of(topology.devices[0]),
         measured=measured,
         book=InventoryBook(spec, trace, trace_vision),
         trace_limit=trace_limit,
@@ -195,7 +197,9 @@ class _Search:
             self._refuse_layout(layout, table.precision, kv_dtype, "divisibility", error.message)
             return None
         if reason := memory_reason(ledgers):
-            self._refuse_layout(layout, table.precision, kv_dtype, "memory", reason + self._hint(table, layout, need))
+            reason += self._hint(table, layout, need)
+            excess = memory_excess(ledgers)
+            self._refuse_layout(layout, table.precision, kv_dtype, "memory", reason, excess)
             return None
         groups = self._groups(layout, slots)
         try:
@@ -208,7 +212,7 @@ class _Search:
             reason = (
                 f"a step takes at least {human(bound, 's')} for weights, caches and links; limit {human(limit, 's')}"
             )
-            self._refuse_layout(layout, table.precision, kv_dtype, "latency", reason)
+            self._refuse_layout(layout, table.precision, kv_dtype, "latency", reason, bound / limit - 1)
             return None
         itemsize = activation_itemsize(table.precision)
         floors = [
@@ -327,18 +331,18 @@ class _Search:
         cost = step_cost("decode", self._stage_costs(traced), groups=groups)
         limit = objective.max_per_token_s
         if limit is not None and cost.seconds.value > limit:
-            self._refuse(x, "latency", f"{human(cost.seconds.value, 's')} per token, limit {human(limit, 's')}")
+            step = cost.seconds.value
+            self._refuse(x, "latency", f"{human(step, 's')} per token, limit {human(limit, 's')}", step / limit - 1)
             return None
         limit, least = objective.max_first_token_s, self._prompt_bound(traced, sequences)
         if limit is not None and least > limit:
-            self._refuse(
-                x, "latency", f"{self._prompt_text()} after {human(least, 's')} at least, limit {human(limit, 's')}"
-            )
+            reason = f"{self._prompt_text()} after {human(least, 's')} at least, limit {human(limit, 's')}"
+            self._refuse(x, "latency", reason, least / limit - 1)
             return None
         whole = self._ledgers(self.tables[x.precision], layout, x.need, x.ledgers[0].capacity)
         ledgers = tuple(ledger.with_working(_peak((trace,))) for ledger, trace in zip(whole, traced, strict=True))
         if reason := memory_reason(ledgers):
-            self._refuse(x, "memory", f"{reason}, activations counted")
+            self._refuse(x, "memory", f"{reason}, activations counted", memory_excess(ledgers))
             return None
         return replace(x, ledgers=ledgers, decode=cost)
 
@@ -355,15 +359,14 @@ class _Search:
             most = max(before, _peak((trace,)), key=lambda size: size.value)
             ledgers.append(ledger.with_working(most, None if vision is None or ledger.stage else _peak((vision,))))
         if reason := memory_reason(tuple(ledgers)):
-            self._refuse(x, "memory", f"{reason}, activations of a prompt counted")
+            self._refuse(x, "memory", f"{reason}, activations of a prompt counted", memory_excess(tuple(ledgers)))
             return None
         cost = step_cost("prefill", self._stage_costs(traced))
         first_token = self._first_token(cost)
         limit = objective.max_first_token_s
         if limit is not None and first_token.value > limit:
-            self._refuse(
-                x, "latency", f"{self._prompt_text()} after {human(first_token.value, 's')}, limit {human(limit, 's')}"
-            )
+            reason = f"{self._prompt_text()} after {human(first_token.value, 's')}, limit {human(limit, 's')}"
+            self._refuse(x, "latency", reason, first_token.value / limit - 1)
             return None
         return replace(x, ledgers=tuple(ledgers), prefill=cost, first_token=first_token)
 
@@ -396,11 +399,21 @@ class _Search:
         slowest = max((stage.seconds() for stage in chunk.stages), key=lambda x: x.value)
         return chunk.seconds + slowest * float(chunks - 1)
 
-    def _refuse(self, x: Candidate, kind: RefusalKind, reason: str) -> None:
-        self._refuse_layout(x.layout, x.precision, x.kv_dtype, kind, reason)
+    def _refuse(self, x: Candidate, kind: RefusalKind, reason: str, excess: float | None = None) -> None:
+        self._refuse_layout(x.layout, x.precision, x.kv_dtype, kind, reason, excess)
 
-    def _refuse_layout(self, layout: Layout, precision: str, kv_dtype: str, kind: RefusalKind, reason: str) -> None:
-        self.refused.append(Refusal(layout=layout, precision=precision, kv_dtype=kv_dtype, kind=kind, reason=reason))
+    def _refuse_layout(
+        self,
+        layout: Layout,
+        precision: str,
+        kv_dtype: str,
+        kind: RefusalKind,
+        reason: str,
+        excess: float | None = None,
+    ) -> None:
+        self.refused.append(
+            Refusal(layout=layout, precision=precision, kv_dtype=kv_dtype, kind=kind, reason=reason, excess=excess)
+        )
 
 
 def _by_bound(x: Candidate) -> tuple[float, int, str]:
