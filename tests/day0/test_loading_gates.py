@@ -21,7 +21,9 @@ def report(rank: int, **changes: float) -> LoadReport:
     stats |= {key: values[key] for key in ("bytes_read", "peak_host_bytes")}
     stats["read_ratio"] = stats["bytes_read"] / stats["bytes_assigned"]
     ledger = {"rows": 7, "rows_written": int(values["rows_written"]), "warnings": []}
-    return LoadReport(rank=rank, place=f"rank {rank}", info=NONE, spec=NONE, ledger=ledger, stats=stats, stages={})
+    return LoadReport(
+        rank=rank, place=f"rank {rank}", info=NONE, spec=NONE, ledger=ledger, stats=stats, stages={}, phases={}
+    )
 
 
 def judged(*reports: LoadReport, on_host: bool = True) -> dict[str, Gate]:

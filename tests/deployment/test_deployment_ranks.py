@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from workbench.base import ConfigError, DeploymentError, LayoutError, RequestError
 from workbench.deployment import Deployment, LoadSummary
-from workbench.deployment import handle as handle_module
+from workbench.deployment import started as started_module
 from workbench.deployment.experts import expert_use
 from workbench.loading import ExpertMemory
 from workbench.placement import Layout
@@ -249,7 +249,7 @@ def close_and_check(deployment: Deployment) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_any_process_starts(golden_root, tmp_path, monkeypatch):
-    monkeypatch.setattr(handle_module, "start_ranks", lambda *_args, **_options: pytest.fail("a process was started"))
+    monkeypatch.setattr(started_module, "start_ranks", lambda *_args, **_options: pytest.fail("a process was started"))
     with pytest.raises(LayoutError, match="stages=\\(3,\\) hold 3 layers"):
         Deployment.start(golden_root, Layout(stages=(3,)))
     with pytest.raises(ConfigError, match="file is missing"):

@@ -20,6 +20,7 @@ from workbench.loading import LoadedModel, LoadProgress, ShardReader, load_rank,
 from workbench.loading import load as load_module
 from workbench.loading import stream as stream_module
 from workbench.loading.schedule import Batch, Chunk
+from workbench.loading.stream import staged_parts
 from workbench.placement import Layout
 
 LAYER = "language_model.model.layers.1"
@@ -193,7 +194,7 @@ class Keeping(load_module.Writer):
         for name, part in x.transform.targets.items():
             target = self.targets[name]
             if x.slot is None and x.transform.name == "copy" and target.shape[0] == chunk.last:
-                target.data = self._view(chunk, part, staged).view(target.shape)
+                target.data = staged_parts(chunk, staged)[part].view(target.shape)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp4", "int8"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import base64
 import io
+import itertools
 import json
 import threading
 import time
@@ -79,6 +80,57 @@ def test_s01_a_short_request_is_read_within_its_share_and_generation_never_pause
     monkeypatch.setattr(scheduler_module, "_shares", first_takes_all)
     first, _ = steps_of_the_short_one(Engine(EchoRunner(num_slots=4, max_tokens=5000), step_tokens=128))
     assert first > 25, "the check sees a scheduler that lets the long prompt pass first"
+
+
+class PricedRunner(EchoRunner):
+    """On a clock of its own: a step costs by its tokens and pictures, as on a machine."""
+
+    now = 0.0
+
+    def encode_images(self, replica, images):
+        super().encode_images(replica, images)
+        self.now += 0.4 * len(images)
+
+    def step(self, inputs):
+        self.now += 0.05 + 0.001 * sum(len(step.token_ids) for step in inputs[0])
+        return super().step(inputs)
+
+
+@pytest.mark.parametrize(
+    "crowd",
+    [
+        ask([1] * 32_000, max_tokens=1),
+        ask([1] * 1400, max_tokens=1, images=tuple(placed_image(f"large {n}", 70 * n, 64) for n in range(20))),
+    ],
+    ids=["32k tokens", "20 pictures"],
+)
+def test_s01_a_short_text_behind_a_long_prompt_or_many_pictures_waits_a_step_and_no_more(crowd):
+    """Gaps between its tokens stay within twice those of an empty server and one full step, the first token within the
+    steps that its share of the budget takes."""
+    slots, budget, num_prompt = 4, 256, 101
+
+    def run(*others):
+        runner = PricedRunner(num_slots=slots, max_tokens=40_000)
+        engine = Engine(runner, step_tokens=budget, clock=lambda: runner.now)
+        for other in others:
+            engine.submit(other)
+        engine.step_once()
+        before = engine.stats().num_steps
+        short = engine.submit(ask([2] * num_prompt, max_tokens=12))
+        num_steps = 0
+        while short._events.qsize() < 13 and num_steps < 400:
+            engine.step_once()
+            num_steps += short._events.empty()
+        times = [event.time_s for event in short]
+        return num_steps + 1, [b - a for a, b in itertools.pairwise(times)], engine.stats().num_steps - before
+
+    _, alone, _ = run()
+    first, gaps, num_steps = run(crowd)
+    full_step = 0.05 + 0.001 * budget + 0.4  # with the one picture that a step may encode
+    assert len(gaps) == 11
+    assert max(gaps) <= 2 * max(alone) + full_step
+    assert first <= -(-num_prompt // (budget // slots))
+    assert num_steps < 20, "the crowd was not waited for"
 
 
 # S02: image work where everybody waits for it

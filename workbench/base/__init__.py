@@ -21,7 +21,7 @@ from workbench.base.errors import (
 )
 from workbench.base.files import read_small_file
 from workbench.base.plain import plain
-from workbench.base.process import forget_peak, peak_resident_bytes, private_resident_bytes
+from workbench.base.process import forget_peak, peak_resident_bytes, private_resident_bytes, resident_bytes
 from workbench.base.quantity import BASES, Basis, Quantity
 from workbench.base.table import Cell, Table, human, printable, printable_lines
 from workbench.base.text import error_text, short_repr
@@ -59,5 +59,6 @@ __all__ = [
     "printable_lines",
     "private_resident_bytes",
     "read_small_file",
+    "resident_bytes",
     "short_repr",
 ]

@@ -83,6 +83,12 @@ def add(commands: Commands) -> None:
         default=3,
         help="how often within ten minutes ranks that died or hang are started again (default 3; 0: never)",
     )
+    serve.add_argument(
+        "--spare",
+        action="store_true",
+        help="keep started ranks without a model in reserve: a restart is then little more than loading, and costs "
+        "the host memory of their libraries meanwhile",
+    )
 
     chat = command(commands, "chat", _chat, "a conversation in the terminal, with N ranks or with a server")
     deployment_arguments(chat, path_type=str, path_help="checkpoint folder, or address such as http://HOST:8000/v1")
@@ -167,6 +173,7 @@ def _restarting(args: argparse.Namespace) -> Iterator[RestartingDeployment]:
             args.path,
             layout,
             policy=RestartPolicy(max_restarts=args.max_restarts),
+            has_spare=args.spare,
             on_event=tell,
             on_progress=show_progress,
             timeouts=Timeouts(step_s=args.step_timeout),

@@ -1,8 +1,9 @@
 """N worker processes behind one handle. Importing this touches no device: torch is loaded in the workers only."""
 
-from workbench.deployment.handle import Deployment, Timeouts
-from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, RankStats
+from workbench.deployment.handle import Deployment
+from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, Phase, RankStats
 from workbench.deployment.restart import RestartEvent, RestartingDeployment, RestartPolicy
+from workbench.deployment.started import StartedRanks, Timeouts
 from workbench.deployment.summary import LoadSummary
 
 __all__ = [
@@ -11,9 +12,11 @@ __all__ = [
     "LoadProgress",
     "LoadReport",
     "LoadSummary",
+    "Phase",
     "RankStats",
     "RestartEvent",
     "RestartPolicy",
     "RestartingDeployment",
+    "StartedRanks",
     "Timeouts",
 ]

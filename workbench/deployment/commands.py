@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from workbench.align.replay import replaying
-from workbench.base import DeploymentError, LoadError, WorkbenchError, peak_resident_bytes
+from workbench.base import DeploymentError, LoadError, WorkbenchError, peak_resident_bytes, resident_bytes
 from workbench.deployment.capture import capturing, read_cache, to_numpy
 from workbench.deployment.records import LoadProgress, LoadReport, RankStats
 from workbench.loading import ExpertMemory, LoadedModel, load_sharded_weights
@@ -81,6 +79,7 @@ class RankCommands:
                 device_type=place.type,
                 timeout_s=collective_timeout_s,
             )
+        worker.phases.end("joining")
 
         def progress(raw: RawProgress) -> None:
             worker.slate.operation(f"loading, {raw.bytes_read} of {raw.bytes_total} bytes read, up to {raw.tensor}")
@@ -107,10 +106,12 @@ class RankCommands:
             window_bytes=WINDOW_BYTES if window_bytes is None else window_bytes,
         )
         loaded.model.eval().requires_grad_(False)
+        worker.phases.end("weights")
         worker.watch(loaded.ctx.log)
         self._runner = RankRunner(
             loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype
         )
+        worker.phases.end("cache")
         self._loaded = loaded
         print(f"{loaded.ctx}: {loaded.stats.resident_bytes:,} bytes of weights in {loaded.stats.seconds:.1f} s")
         return LoadReport(
@@ -121,6 +122,7 @@ class RankCommands:
             ledger=loaded.ledger.summary(),
             stats=loaded.stats.to_dict(),
             stages=loaded.stages.to_json(),
+            phases=dict(worker.phases.phases),
         )
 
     def _ledger(self) -> dict[str, object]:
@@ -150,6 +152,8 @@ class RankCommands:
         given: Mapping[str, np.ndarray],
     ) -> tuple[list[np.ndarray] | None, dict[str, np.ndarray]]:
         """Whole sequences of this replica: logits (n, V) float32 of each on the sampler, and captured values."""
+        from workbench.align.replay import replaying  # a rank that only serves never needs it
+
         runner = self.runner
         kept = dict(runner.features)
         try:
@@ -174,11 +178,12 @@ class RankCommands:
             host=socket.gethostname(),
             pid=os.getpid(),
             device=str(device),
-            resident_bytes=_resident_bytes(),
+            resident_bytes=resident_bytes() or 0,
             peak_resident_bytes=peak_resident_bytes(),
             device_bytes=None if device.type == "cpu" else torch.accelerator.memory_allocated(device),
             cache_bytes=runner.cache.num_bytes,
             num_images=len(runner.features),
+            num_pages=len(runner.pages),
             collectives={key: (total.count, total.num_bytes) for key, total in log.totals.items()},
             last_collective=log.describe_last(),
         )
@@ -232,11 +237,3 @@ def _dtype(name: str | None) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise LoadError(f"no activation dtype {name!r}", expected="float32, bfloat16, float16 or float64")
     return dtype
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0

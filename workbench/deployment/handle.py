@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,11 +14,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from workbench.base import DeploymentError, RequestError, WorkbenchError
-from workbench.deployment.control import Control, Member
+from workbench.deployment.control import Control
 from workbench.deployment.gather import gather_ranks
 from workbench.deployment.protocol import Address, Door
-from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, RankStats
-from workbench.deployment.supervise import WORKER, RankProcess, kill_ranks, start_ranks
+from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, Phase, RankStats, slowest_phases
+from workbench.deployment.started import StartedRanks, Timeouts, end_ranks
+from workbench.deployment.supervise import WORKER
 from workbench.placement import Layout, check_layout
 from workbench.serving.owner import driving
 from workbench.serving.requests import PlacedImage, SamplingParams
@@ -41,25 +37,9 @@ from workbench.spec import ModelSpec, read_spec, require_runnable
 if TYPE_CHECKING:
     from workbench.loading import ExpertMemory
 
-__all__ = ["Deployment", "Timeouts"]
+__all__ = ["Deployment", "Timeouts", "check_start"]
 
 STEPS = ("encode", "drop", "step", "ping")  # commands that every answer waits for
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timeouts:
-    """Seconds without any sign of life after which something counts as hung.
-
-    `start_s`: until all ranks have reported. `load_s`: between two signs of progress. `step_s`: a step, an image to
-    encode, a ping; None as any other command, which may take `command_s`. `collective_s`: what the collective library
-    itself waits; larger than the others, so that the handle speaks first.
-    """
-
-    start_s: float = 120.0
-    load_s: float = 600.0
-    command_s: float = 300.0
-    step_s: float | None = None
-    collective_s: float = 900.0
 
 
 class Deployment:
@@ -84,7 +64,7 @@ class Deployment:
         self._control = control
         self._coords = [layout.coords(rank) for rank in range(layout.world_size)]
         self._resets: list[tuple[int, int]] = []
-        self._finalizer = weakref.finalize(self, _end, control, folder)
+        self._finalizer = weakref.finalize(self, end_ranks, control, folder)
 
     @classmethod
     def start(
@@ -105,6 +85,7 @@ class Deployment:
         timeouts: Timeouts | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
         module: str = WORKER,
+        started: StartedRanks | None = None,
     ) -> Deployment:
         """Start one worker per rank of `layout` on this machine and load the model onto them.
 
@@ -114,35 +95,18 @@ class Deployment:
         experts on each rank and fetch the rest when they are used (see `nn.expert_pool`). `window_bytes`: host memory
         that a rank's load may take beside its weights (64 MiB). `threads` per rank: the cores divided among them,
         unless OMP_NUM_THREADS says otherwise. `env` adds variables for the ranks. `on_progress` is called in this
-        thread. `module`: what a rank runs in place of the worker, ending in its `main`. Raises a rank's own LoadError,
-        CheckpointError, LayoutError, ... with the rank named, WorkerDiedError for one that ended, DeploymentError for
-        one that hangs; nothing is left running then.
+        thread. `module`: what a rank runs in place of the worker, ending in its `main`. `started`: ranks
+        that wait for a model already, started for this layout; they are this deployment's from now on. Raises a rank's
+        own LoadError, CheckpointError, LayoutError, ... with the rank named, WorkerDiedError for one that ended,
+        DeploymentError for one that hangs; nothing is left running then.
         """
         layout, timeouts = layout or Layout(), timeouts or Timeouts()
-        spec = read_spec(model_path)
-        require_runnable(spec)
-        check_layout(spec, layout)
-        runner_info(spec, layout, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype)
-        folder = Path(tempfile.mkdtemp(prefix="workbench-"))  # only its owner may enter
-        address, authkey = str(folder / "control.sock"), secrets.token_bytes(32)
-        ranks: list[RankProcess] = []
-        try:
-            entries: SimpleQueue[Connection] = SimpleQueue()
-            door = Door(address, authkey, entries.put, send_timeout_s=timeouts.command_s)
-            try:
-                threads = threads or max(1, (os.cpu_count() or 1) // layout.world_size)
-                ranks = start_ranks(
-                    layout.world_size, address, authkey, folder, threads=threads, env=env, module=module
-                )
-                members = gather_ranks(entries, layout.world_size, timeouts.start_s, ranks)
-            finally:
-                door.close()
-        except BaseException:
-            kill_ranks(ranks)
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        check_start(model_path, layout, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype)
+        if started is None:
+            started = StartedRanks.start(layout, timeouts=timeouts, threads=threads, env=env, module=module)
+        control, folder = started.hand_over()
         return cls._load(
-            members,
+            control,
             layout,
             timeouts,
             folder,
@@ -198,7 +162,7 @@ class Deployment:
         finally:
             door.close()
         return cls._load(
-            members,
+            Control(members),
             layout,
             timeouts,
             None,
@@ -218,7 +182,7 @@ class Deployment:
     @classmethod
     def _load(
         cls,
-        members: Sequence[Member],
+        control: Control,
         layout: Layout,
         timeouts: Timeouts,
         folder: Path | None,
@@ -227,7 +191,6 @@ class Deployment:
         on_progress: Callable[[LoadProgress], None] | None,
         **args: object,
     ) -> Deployment:
-        control = Control(members)
         try:
             reports = control.request(
                 "load",
@@ -241,7 +204,7 @@ class Deployment:
                 on_progress=cast(Callable[[object], None] | None, on_progress),
             )
         except BaseException:
-            _end(control, folder)
+            end_ranks(control, folder)
             raise
         return cls(control, cast(list[LoadReport], reports), layout, timeouts, folder)
 
@@ -271,6 +234,11 @@ class Deployment:
     def pids(self) -> tuple[int, ...]:
         """Process ids by rank, each on its own host."""
         return tuple(member.hello.pid for member in self._control.members)
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """Where the ranks' start spent its time, in order, each phase as the slowest rank had it."""
+        return slowest_phases(self.reports)
 
     @property
     def load_stats(self) -> tuple[dict[str, float], ...]:
@@ -437,8 +405,17 @@ class Deployment:
         return self._control.request(name, args, timeout_s=step_s or self.timeouts.command_s)
 
 
-def _end(control: Control, folder: Path | None) -> None:
-    """End the ranks and remove their folder; must not refer to the handle, or it would never be collected."""
-    control.close()
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+def check_start(
+    model_path: Path | str,
+    layout: Layout | None = None,
+    *,
+    num_slots: int = 8,
+    max_tokens: int = 4096,
+    kv_dtype: str = "auto",
+    **_: object,
+) -> None:
+    """Raises as `Deployment.start` for what is wrong without any process."""
+    spec = read_spec(model_path)
+    require_runnable(spec)
+    check_layout(spec, layout or Layout())
+    runner_info(spec, layout or Layout(), num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from workbench.serving.steps import RunnerInfo
 from workbench.spec import ModelSpec
 
-__all__ = ["ForwardResult", "LoadProgress", "LoadReport", "RankStats"]
+__all__ = ["ForwardResult", "LoadProgress", "LoadReport", "Phase", "RankStats", "slowest_phases"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """What a part of a start took: seconds by the clock, and of a processor, which a busy machine does not stretch."""
+
+    seconds: float
+    processor_s: float
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +42,8 @@ class LoadProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """What a rank has after loading: `ledger` is the summary of its ledger, `stats` what loading cost, and `stages`
-    where the time of it went."""
+    """What a rank has after loading: `ledger` is the summary of its ledger, `stats` what loading cost, `stages` where
+    the time of the load went, and `phases` where the time since the rank's first line of Python went, in order."""
 
     rank: int
     place: str
@@ -41,6 +52,7 @@ class LoadReport:
     ledger: dict[str, object]
     stats: dict[str, float]
     stages: dict[str, object]
+    phases: Mapping[str, Phase]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +69,7 @@ class RankStats:
     device_bytes: int | None  # allocated on the accelerator; None on cpu
     cache_bytes: int
     num_images: int  # whose features are held
+    num_pages: int  # kept beginnings of prompts, this rank's part
     collectives: dict[tuple[str, str], tuple[int, int]]
     last_collective: str
 
@@ -67,3 +80,14 @@ class ForwardResult:
 
     logits: list[np.ndarray]
     captured: list[dict[str, np.ndarray]]
+
+
+def slowest_phases(reports: Sequence[LoadReport]) -> dict[str, Phase]:
+    """Each phase as the slowest rank had it, in order."""
+    return {
+        name: Phase(
+            seconds=max(report.phases[name].seconds for report in reports),
+            processor_s=max(report.phases[name].processor_s for report in reports),
+        )
+        for name in reports[0].phases
+    }

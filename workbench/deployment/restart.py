@@ -8,15 +8,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from workbench.base import DeploymentError, WorkbenchError
-from workbench.deployment.handle import Deployment
-from workbench.deployment.records import LoadProgress
+from workbench.deployment.handle import Deployment, check_start
+from workbench.deployment.records import LoadProgress, Phase
+from workbench.deployment.spare import Spare
+from workbench.deployment.started import StartedRanks, Timeouts
 from workbench.placement import Layout
 from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, StepInput
 from workbench.spec import ModelSpec
@@ -46,12 +48,15 @@ class RestartPolicy:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartEvent:
     """What happened, `attempt` restarts into the window. `error` says why the ranks broke or a restart failed;
-    `seconds` is what a restart took, without the pause before it."""
+    `seconds` is what a restart took, without the pause before it. `phases` of a restart: "ending the old ranks" and
+    "pause", then "ranks report" (or "spare ranks", where some waited), then those of the slowest rank, as
+    `Deployment.phases`; the ranks' first one, "package", lies within "ranks report"."""
 
     kind: EventKind
     attempt: int
     seconds: float = 0.0
     error: WorkbenchError | None = None
+    phases: Mapping[str, Phase] = field(default_factory=dict)
 
 
 class RestartingDeployment:
@@ -61,13 +66,17 @@ class RestartingDeployment:
             service = open_service(deployment, "path/to/checkpoint")
 
     Nothing is replayed: requests in flight fail with the error that names the rank. `recover` starts the ranks again,
-    in the thread that calls it. `make` starts a deployment and tells its argument how loading goes on.
+    in the thread that calls it. `make` loads a deployment onto ranks that `begin` has started, or onto its own where
+    there is no `begin`, and tells its argument how loading goes on. With `has_spare` the ranks of the next start are
+    there before they are needed, their libraries loaded and no model: a restart is then little more than loading.
     """
 
     def __init__(
         self,
-        make: Callable[[OnProgress], Deployment],
+        make: Callable[..., Deployment],
         *,
+        begin: Callable[[], StartedRanks] | None = None,
+        has_spare: bool = False,
         policy: RestartPolicy | None = None,
         on_event: Callable[[RestartEvent], None] | None = None,
         on_progress: OnProgress | None = None,
@@ -79,7 +88,9 @@ class RestartingDeployment:
         self._clock = clock
         self._attempts: deque[float] = deque()  # when restarts began, within the window
         self._closing = threading.Event()
-        self.current = make(on_progress or (lambda _progress: None))
+        self._begin = begin
+        self._spare = Spare(begin) if begin is not None and has_spare else None
+        self.current = self._started(on_progress or (lambda _progress: None), {})
 
     @classmethod
     def start(
@@ -90,14 +101,24 @@ class RestartingDeployment:
         policy: RestartPolicy | None = None,
         on_event: Callable[[RestartEvent], None] | None = None,
         on_progress: OnProgress | None = None,
+        has_spare: bool = False,
+        timeouts: Timeouts | None = None,
+        threads: int | None = None,
+        env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> RestartingDeployment:
         """As `Deployment.start`, whose options these are. `on_event` is called in the thread that recovers."""
+        check_start(model_path, layout, **options)
 
-        def make(progress: OnProgress) -> Deployment:
-            return Deployment.start(model_path, layout, on_progress=progress, **options)
+        def begin() -> StartedRanks:
+            return StartedRanks.start(layout or Layout(), timeouts=timeouts, threads=threads, env=env)
 
-        return cls(make, policy=policy, on_event=on_event, on_progress=on_progress)
+        def make(progress: OnProgress, started: StartedRanks) -> Deployment:
+            return Deployment.start(
+                model_path, layout, on_progress=progress, timeouts=timeouts, started=started, **options
+            )
+
+        return cls(make, begin=begin, has_spare=has_spare, policy=policy, on_event=on_event, on_progress=on_progress)
 
     def recover(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """End what is left of the ranks and start them again.
@@ -108,13 +129,18 @@ class RestartingDeployment:
         self._check_wanted(is_wanted)
         reason = self.failure
         self._tell("broken", error=reason)
+        phases: dict[str, Phase] = {}
+        began = self._clock()
         self.current.close()
+        phases["ending the old ranks"] = self._here(began)
         while True:
             self._count_restart(reason)
+            began = self._clock()
             self._pause(self.policy.backoff_of(len(self._attempts)), is_wanted)
+            phases["pause"] = self._here(began)
             began = self._clock()
             try:
-                self.current = self._make(self._progress(is_wanted))
+                self.current = self._started(self._progress(is_wanted), phases)
             except _UnwantedError:
                 raise DeploymentError("the restart was called off") from reason
             except WorkbenchError as error:
@@ -125,8 +151,26 @@ class RestartingDeployment:
                 self.current.close()
             self._check_wanted(is_wanted)
             self.num_restarts += 1
-            self._tell("restarted", seconds=self._clock() - began)
+            self._tell("restarted", seconds=self._clock() - began, phases=phases)
             return
+
+    def _started(self, progress: OnProgress, phases: dict[str, Phase]) -> Deployment:
+        """A deployment on ranks that waited, or on new ones; `phases` gets what it took."""
+        if self._begin is None:
+            return self._make(progress)
+        began = self._clock()
+        spare = self._spare.take() if self._spare is not None else None
+        started = spare or self._begin()
+        phases["ranks report" if spare is None else "spare ranks"] = self._here(began)
+        deployment = self._make(progress, started)
+        phases.update(deployment.phases)
+        if self._spare is not None and not self._closing.is_set():
+            self._spare.prepare()
+        return deployment
+
+    def _here(self, began: float) -> Phase:
+        """A phase that ends now, spent in waiting as far as this process goes."""
+        return Phase(seconds=self._clock() - began, processor_s=0.0)
 
     def _count_restart(self, reason: WorkbenchError | None) -> None:
         now = self._clock()
@@ -161,9 +205,19 @@ class RestartingDeployment:
         if self._closing.is_set() or not is_wanted():
             raise DeploymentError("the restart was called off")
 
-    def _tell(self, kind: EventKind, *, error: WorkbenchError | None = None, seconds: float = 0.0) -> None:
+    def _tell(
+        self,
+        kind: EventKind,
+        *,
+        error: WorkbenchError | None = None,
+        seconds: float = 0.0,
+        phases: Mapping[str, Phase] | None = None,
+    ) -> None:
         if self._on_event is not None:
-            self._on_event(RestartEvent(kind=kind, attempt=len(self._attempts), seconds=seconds, error=error))
+            attempt = len(self._attempts)
+            self._on_event(
+                RestartEvent(kind=kind, attempt=attempt, seconds=seconds, error=error, phases=dict(phases or {}))
+            )
 
     @property
     def info(self) -> RunnerInfo:
@@ -205,6 +259,8 @@ class RestartingDeployment:
     def close(self) -> None:
         """End the ranks, and a restart under way. Safe to call more than once."""
         self._closing.set()
+        if self._spare is not None:
+            self._spare.close()
         self.current.close()
 
     def __enter__(self) -> RestartingDeployment:

@@ -18,6 +18,7 @@ import shutil
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -38,15 +39,43 @@ from workbench.deployment.protocol import (
     parse_address,
     portable,
 )
+from workbench.deployment.records import Phase
 from workbench.deployment.slate import Slate
 
 if TYPE_CHECKING:
     from workbench.parallel.collectives import CollectiveLog, CollectiveRecord
 
-__all__ = ["Worker", "main"]
+__all__ = ["PhaseClock", "Worker", "main"]
 
 ORPHAN_POLL_S = 1.0
 STACK_FRAMES = 6
+
+
+class PhaseClock:
+    """Where a rank's time goes from its start on, in phases by name."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, Phase] = {}
+        self._wall_s, self._processor_s = time.perf_counter() - _age_s(), 0.0
+
+    def end(self, name: str) -> None:
+        """A phase ends here, and the next one begins."""
+        wall_s, processor_s = time.perf_counter(), time.process_time()
+        self.phases[name] = Phase(seconds=wall_s - self._wall_s, processor_s=processor_s - self._processor_s)
+        self.begin()
+
+    def begin(self) -> None:
+        """What was since the last phase belongs to none."""
+        self._wall_s, self._processor_s = time.perf_counter(), time.process_time()
+
+
+def _age_s() -> float:
+    """Seconds since this process began; 0 where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0
 
 
 class Worker:
@@ -62,6 +91,7 @@ class Worker:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._parent = os.getppid()
         self._progress_id = -1
+        self.phases = PhaseClock()
         self._log: CollectiveLog | None = None
         self._entered: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
@@ -69,16 +99,19 @@ class Worker:
         """Serve until "shutdown"; the process then ends without torch's own teardown, which may wait for dead peers."""
         self._send(Hello(rank=self.rank, world_size=self.world_size, pid=os.getpid(), host=socket.gethostname()))
         threading.Thread(target=self._read, name="control", daemon=True).start()
+        self.phases.end("package")
         handler = None
         while True:
             command = self._commands.get()
             if command.name == "shutdown":
                 self._leave(0)
+            self.phases.begin()
             try:
                 if handler is None:
                     from workbench.deployment.commands import RankCommands
 
                     handler = RankCommands(self)
+                    self.phases.end("libraries")
                 self.slate.operation(f"{command.name} (command {command.id})")
                 self._progress_id = command.id
                 value = handler.carry_out(command.name, command.args)

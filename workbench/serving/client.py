@@ -23,7 +23,7 @@ from workbench.serving.inputs import ContentPart, ImagePart, ImageSource, Messag
 from workbench.serving.reply import Answer, Timings, Usage
 from workbench.serving.scheduler import FinishReason
 
-__all__ = ["RemoteReply", "RemoteService", "read_api_key"]
+__all__ = ["RemoteReply", "RemoteService", "chat_content", "read_api_key"]
 
 MAX_LINE = 16 << 20  # of a stream: one event; a server that sends more is not one we talk to
 MIME = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tiff"}
@@ -80,8 +80,7 @@ class RemoteService:
         further ones of the request.
         """
         content = {
-            "model": self.model,
-            "messages": _spelled(text_or_messages, list(image_input)),
+            **chat_content(self.model, text_or_messages, image_input),
             "max_tokens": max_tokens,
             "temperature": temperature,
             "stream": True,
@@ -128,7 +127,8 @@ class RemoteService:
 class RemoteReply:
     """Iterate for pieces of text, then read `answer`. `close` ends it, from any thread.
 
-    `start_s` is when the request left, and `chunks` what has come so far, on the same clock.
+    `start_s` is when the request left, and `chunks` what has come so far, on the same clock; `logprobs` those of the
+    tokens so far, where they were asked for.
     """
 
     def __init__(
@@ -147,6 +147,7 @@ class RemoteReply:
         self._is_closed = False
         self._text: list[str] = []
         self._thinking: list[str] = []
+        self.logprobs: list[float] = []
         self._reason: FinishReason = "abort"
         self._usage: dict[str, Any] = {}
         self._pieces = self._run()
@@ -189,13 +190,15 @@ class RemoteReply:
                     self._reason = "length" if choice.get("finish_reason") == "length" else self._reason
                     self._reason = "stop" if choice.get("finish_reason") == "stop" else self._reason
                     self._thinking.append(_reasoning(delta))
+                    told = (choice.get("logprobs") or {}).get("content") or ()
+                    self.logprobs += [float(token["logprob"]) for token in told]
                     if text := delta.get("content") or "":
                         self._text.append(text)
                         yield text
         except (OSError, ValueError, http.client.HTTPException) as error:
             if not self._is_closed:
                 raise DeploymentError(f"the stream broke off: {error}", where=self._where) from None
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise DeploymentError(f"the server sent no chunk of an answer: {error}", where=self._where) from None
         finally:
             self.close()
@@ -225,7 +228,7 @@ class RemoteReply:
             text="".join(self._text),
             thinking="".join(self._thinking),
             token_ids=(),
-            logprobs=(),
+            logprobs=tuple(self.logprobs),
             finish_reason=self._reason,
             usage=Usage(
                 prompt_tokens=_count(self._usage.get("prompt_tokens")) or 0,
@@ -250,6 +253,13 @@ def read_api_key(path: Path) -> str:
     if not words:
         raise RequestError("the file holds no key", where=path)
     return words[0].rpartition(":")[2]
+
+
+def chat_content(
+    model: str, text_or_messages: str | Sequence[Message], images: Sequence[ImageSource] = ()
+) -> dict[str, Any]:
+    """The body of a request for a chat, to which options may be added. Raises RequestError for unreadable pictures."""
+    return {"model": model, "messages": _spelled(text_or_messages, list(images))}
 
 
 def _spelled(text_or_messages: str | Sequence[Message], images: list[ImageSource]) -> list[dict[str, Any]]:

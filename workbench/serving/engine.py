@@ -159,6 +159,11 @@ class Engine:
             # A running one keeps its slot until the step in hand is done, for that step still writes into it.
             self._finish(sequence, "abort")
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not had their end."""
+        return len(self._requests)
+
     def stats(self) -> EngineStats:
         with self._changed:
             return EngineStats(
@@ -172,6 +177,8 @@ class Engine:
                 num_restarts=self._num_restarts,
                 num_drafted=self._num_drafted,
                 num_accepted=self._num_accepted,
+                num_pages=self.scheduler.num_pages,
+                num_images=self.scheduler.num_images,
             )
 
     def step_once(self) -> bool:

@@ -46,6 +46,8 @@ class EngineStats:
     num_restarts: int = 0  # of the runner, after something broke it
     num_drafted: int = 0  # tokens that were guessed, and how many of them held
     num_accepted: int = 0
+    num_pages: int = 0  # kept beginnings of prompts, over all replicas
+    num_images: int = 0  # whose features the ranks hold, over all replicas
 
 
 Listener = Callable[[TokenEvent | Finish], None]

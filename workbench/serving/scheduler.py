@@ -179,6 +179,16 @@ class Scheduler:
     def num_free(self) -> int:
         return sum(map(len, self._free))
 
+    @property
+    def num_pages(self) -> int:
+        """Kept pages, over all replicas."""
+        return sum(map(len, self._prefixes))
+
+    @property
+    def num_images(self) -> int:
+        """Images whose features the ranks hold, over all replicas."""
+        return sum(map(len, self._encoded))
+
     def add(self, sequence: SequenceState) -> None:
         """Put a request at the end of the line. Raises QueueFullError where `max_queue` wait already."""
         if len(self.waiting) >= self.max_queue:

@@ -29,6 +29,7 @@ from workbench.view.profile import (
 )
 from workbench.view.profile_panel import LoadHistory, LoadView
 from workbench.view.progress import LoadSnapshot, LoadWatch, ProgressReport, TerminalProgress, terminal_progress
+from workbench.view.soak import memory_over_time
 from workbench.view.svg import draw_svg
 from workbench.view.tables import bytes_table, facts_table, latency_table, matmul_table
 from workbench.view.topology import HeatMap, LinkGraph, heat_figure, link_graph, link_heat, topology_figure
@@ -84,6 +85,7 @@ __all__ = [
     "loss_chart",
     "matmul_table",
     "memory_bars",
+    "memory_over_time",
     "plotly_figure",
     "precision_pareto",
     "rate_bars",
