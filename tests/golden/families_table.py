@@ -30,8 +30,8 @@ A row of the first table is a tiny checkpoint under `tests/golden/families`, wit
 published names, unequal sizes and peaked logits. `tests/golden/test_families_golden.py` loads it with the sharded
 loader and holds the output of every layer, the chosen experts, the logits and the greedy tokens against what
 `transformers` 5.24 computes from the same files: whole prompts, chunks, token by token, and four prompts of unequal
-length at once. Sharded, the same on real processes. Kimi K3, with its tower, has goldens of its own
-(`tests/golden/k3-tiny-a`).
+length at once; with a tower, one of them holds two images of different size. Sharded, the same on real processes.
+Kimi K3, with its tower, has goldens of its own (`tests/golden/k3-tiny-a`).
 
 """
 BETWEEN = """
@@ -39,10 +39,11 @@ Families that are read, counted, audited and planned, and are refused for runnin
 
 """
 TAIL = """
-Vision towers other than K3's do not run, nor do multi-token-prediction layers: a checkpoint may hold them, and they are
-counted apart and not read. FP8 tiles are expanded to the activation dtype, or encoded anew row by row
-(`--precision fp8`), never kept as tiles. A layer with a window keeps the keys and values of every token. Training, the
-step-by-step reference (`workbench align`) and the parity gates of `day0` are K3's alone.
+Images enter these models as patches, at the level of the model (`Model.encode_images`, `TokenBatch`): `serve` takes
+images for K3 alone, and text for all. Towers take single images, not videos. Multi-token-prediction layers do not run:
+a checkpoint may hold them, and they are counted apart and not read. FP8 tiles are expanded to the activation dtype, or
+encoded anew row by row (`--precision fp8`), never kept as tiles. A layer with a window keeps the keys and values of
+every token. Training, the step-by-step reference (`workbench align`) and the parity gates of `day0` are K3's alone.
 """
 
 
@@ -66,8 +67,11 @@ def _running() -> list[tuple[str, ...]]:
         assert count_model(spec).num_params > 0
         has_experts = any(layer.is_moe for layer in spec.layers)
         sharded = ["yes" if "ep" not in layout or has_experts else "-" for layout in LAYOUTS]
+        image = "yes" if spec.vision is not None else "-"
         kinds = ", ".join(dict.fromkeys(layer.kind for layer in spec.layers))
-        rows.append((name, spec.architecture, kinds, "yes", "yes", *["yes"] * len(WAYS), "-", *sharded, _format(spec)))
+        rows.append(
+            (name, spec.architecture, kinds, "yes", "yes", *["yes"] * len(WAYS), image, *sharded, _format(spec))
+        )
     return rows
 
 

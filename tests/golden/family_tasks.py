@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from workbench.loading import load_sharded_weights
 from workbench.loading.load import LoadedModel
-from workbench.nn import StateCache, TokenBatch
+from workbench.nn import Segments, StateCache, TokenBatch
 from workbench.nn.model import DecoderLayer
+from workbench.nn.rotary import image_positions
 from workbench.nn.router import Router
-from workbench.parallel import Pipeline
+from workbench.parallel import Pipeline, encode_images
 from workbench.placement import Layout
 
 __all__ = ["FAMILIES", "expected_of", "load", "results_of", "run_all"]
@@ -43,6 +45,7 @@ class _Run:
         self.loaded, self.model = loaded, loaded.model
         self.pipeline = Pipeline(loaded.spec, loaded.ctx, self.model.dtype)
         self.seen: dict[str, Tensor] = {}
+        self.images: tuple[Tensor, Tensor | None, Tensor] | None = None
         for name, module in self.model.named_modules():
             if isinstance(module, DecoderLayer):
                 module.register_forward_hook(self._keep(f"hidden.{name.split('.')[1]}", lambda out: out.running))
@@ -61,8 +64,44 @@ class _Run:
             values.fill_(float("nan"))  # whatever is read before it was written shows
         return cache
 
-    def __call__(self, batch: TokenBatch, cache: StateCache | None = None) -> Tensor | None:
-        """Logits on the last stage, None on the others."""
+    def show(self, expected: Result, prompt: list[int]) -> None:
+        """Encode the images that `prompt` holds, and place its tokens; for a model with a tower."""
+        spec = self.loaded.spec
+        if spec.vision is None:
+            return
+        patches, grids, features = expected["patches"], expected["grids"].tolist(), None
+        if spec.vision.temporal_patch > 1:
+            patches = torch.stack([patches] * spec.vision.temporal_patch, 2)
+        if self.loaded.ctx.is_first_stage:
+            with torch.no_grad():
+                features = encode_images(self.model, self.loaded.ctx, patches, [(1, *grid) for grid in grids])
+        merge, is_image = spec.vision.merge_size, [token == spec.tokens.media for token in prompt]
+        places = image_positions(is_image, [(rows // merge, columns // merge) for rows, columns in grids])
+        after = (places.max() + 1 + torch.arange(len(expected["greedy"]))).expand(3, -1)
+        self.images = torch.tensor(is_image), features, torch.cat([places, after], 1)
+
+    def with_images(self, batch: TokenBatch, slot_shown: int) -> TokenBatch:
+        """The same batch with features at the image tokens in `slot_shown`, and the places of all tokens."""
+        if self.images is None:
+            return batch
+        is_image, features, known = self.images
+        segments, axes, rows, taken = Segments(batch), [], [], []
+        for s, (slot, start, length) in enumerate(zip(batch.slots, batch.starts, batch.lengths, strict=True)):
+            if slot != slot_shown:
+                axes.append(torch.arange(start, start + length).expand(3, -1))
+                continue
+            axes.append(known[:, start : start + length])
+            here = is_image[start : start + length].nonzero()[:, 0]
+            rows.append(segments.offsets[s] + here)
+            taken.append(is_image[:start].sum() + torch.arange(len(here)))
+        batch = replace(batch, rope_positions=torch.cat(axes, 1))
+        if not rows or not len(rows[0]) or features is None:
+            return batch
+        return replace(batch, image_rows=torch.cat(rows), image_features=features[torch.cat(taken)])
+
+    def __call__(self, batch: TokenBatch, cache: StateCache | None = None, *, shown: int) -> Tensor | None:
+        """Logits on the last stage, None on the others. `shown`: the slot of the prompt with the images."""
+        batch = self.with_images(batch, shown)
         payload = self.pipeline.receive(batch.num_tokens)
         with torch.no_grad():
             out = self.model(batch, payload, cache)
@@ -92,27 +131,30 @@ def results_of(loaded: LoadedModel, expected: Result) -> Result:
     """
     run, prompts, out = _Run(loaded), prompts_of(expected), {}
     longest = max(prompts, key=len)
+    run.show(expected, longest)
+    slot = prompts.index(longest)
 
     def keep(key: str, value: Tensor | None) -> None:
         if value is not None:
             out[key] = value
 
     batch = TokenBatch.whole(prompts, all_logits=True)
-    keep("batch.logits", run(batch))
+    keep("batch.logits", run(batch, shown=slot))
     out |= {f"batch.{key}": value for key, value in run.seen.items() if key.startswith("choice")}
-    run(TokenBatch.whole([longest], all_logits=True))
+    run(TokenBatch.whole([longest], all_logits=True), shown=0)
     out |= {key: value for key, value in run.seen.items() if key.startswith("hidden")}
 
     cache = run.cache(len(prompts) + 1)
-    keep("cached.logits", run(batch, cache))
+    keep("cached.logits", run(batch, cache, shown=slot))
     # The longest again, in chunks and a slot of its own.
-    parts = [run(batch_of([(4, i, longest[i : i + CHUNK])]), cache) for i in range(0, len(longest), CHUNK)]
+    parts = [run(batch_of([(4, i, longest[i : i + CHUNK])]), cache, shown=4) for i in range(0, len(longest), CHUNK)]
     if parts[0] is not None:
         out["chunked.logits"] = torch.cat([part for part in parts if part is not None])
     cache = run.cache(len(prompts))
     steps: list[Tensor] = []
     for i in range(max(len(ids) for ids in prompts)):  # all prompts side by side, one token each
-        logits = run(batch_of([(s, i, ids[i : i + 1]) for s, ids in enumerate(prompts) if i < len(ids)]), cache)
+        pieces = [(s, i, ids[i : i + 1]) for s, ids in enumerate(prompts) if i < len(ids)]
+        logits = run(batch_of(pieces), cache, shown=slot)
         if logits is not None:
             steps.append(logits)
     if steps:
@@ -122,13 +164,13 @@ def results_of(loaded: LoadedModel, expected: Result) -> Result:
                 by_prompt[s].append(row)
         out["decoded.logits"] = torch.stack([row for rows in by_prompt for row in rows])
     # Greedy from the recorded tokens, so that every stage knows the next one: each must be the most likely.
-    greedy, slot = expected["greedy"].tolist(), prompts.index(longest)
+    greedy = expected["greedy"].tolist()
     found: list[int] = []
-    logits = run(batch_of([(slot, 0, longest)], rows=[len(longest) - 1]), cache)
+    logits = run(batch_of([(slot, 0, longest)], rows=[len(longest) - 1]), cache, shown=slot)
     for i, token in enumerate(greedy):
         if logits is not None:
             found.append(int(logits[0].argmax()))
-        logits = run(batch_of([(slot, len(longest) + i, [token])]), cache)
+        logits = run(batch_of([(slot, len(longest) + i, [token])]), cache, shown=slot)
     if found:
         out["greedy"] = torch.tensor(found)
     return out

@@ -17,13 +17,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from workbench.nn.delta_net import DeltaNet
 from workbench.nn.gqa import GQA
+from workbench.nn.indexer import Indexer
 from workbench.nn.kda import KDA
 from workbench.nn.mla import MLA
 from workbench.nn.model import Model
-from workbench.nn.moe import Experts
-from workbench.nn.norm import AcrossHeadsRMSNorm, HeadRMSNorm, RMSNorm
+from workbench.nn.moe import Experts, MoE
+from workbench.nn.norm import AcrossHeadsRMSNorm, GatedRMSNorm, HeadRMSNorm, RMSNorm
+from workbench.nn.projector import Projector
 from workbench.nn.router import Router
+from workbench.nn.vision import PositionGrid, VisionBlock, VisionTower
 from workbench.placement import Layout
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "parallel"))
@@ -176,6 +180,77 @@ def swap_scales(model: Model) -> None:
         module.spec = dataclasses.replace(module.spec, routed_scale=2 * module.spec.routed_scale)
 
 
+def whole_norms(model: Model) -> None:
+    for module in modules_of(model, RMSNorm):
+        module.offset = 0.0
+
+
+def sigmoid_gates(model: Model) -> None:
+    for module in modules_of(model, GatedRMSNorm):
+        module.activation = torch.sigmoid
+
+
+def late_decay(model: Model) -> None:
+    for module in modules_of(model, DeltaNet):
+        module.dt_bias.data.zero_()
+
+
+def change_tower(**changes: object) -> Callable[[Model], None]:
+    def change(model: Model) -> None:
+        for module in modules_of(model, VisionTower) + modules_of(model, PositionGrid):
+            module.spec = dataclasses.replace(module.spec, **changes)
+
+    return change
+
+
+def rotate_towers_by_neighbours(model: Model) -> None:
+    for module in modules_of(model, VisionBlock):
+        module.rotates_halves = False
+
+
+def without_deepstack(model: Model) -> None:
+    model._deepstack = lambda batch: []
+
+
+def first_states_alike(model: Model) -> None:
+    """Every state of DeepStack is projected as the first one is."""
+    stack = model.projector.deepstack
+    for i in range(len(stack)):
+        stack[i] = stack[0]
+
+
+def norm_after_merging(model: Model) -> None:
+    for module in modules_of(model, Projector):
+        if module.spec.norm_at == "patch":
+            module.norm.weight.data = module.norm.weight.data.roll(1)
+
+
+def one_axis(model: Model) -> None:
+    for module in modules_of(model, GQA):
+        module.spec = dataclasses.replace(module.spec, rope=dataclasses.replace(module.spec.rope, sections=()))
+
+
+def in_blocks(model: Model) -> None:
+    for module in modules_of(model, GQA):
+        rope = dataclasses.replace(module.spec.rope, has_interleaved_sections=False)
+        module.spec = dataclasses.replace(module.spec, rope=rope)
+
+
+def weigh_outputs(model: Model) -> None:
+    for module in modules_of(model, Experts):
+        module.scales_input = False
+
+
+def wider_choice(model: Model) -> None:
+    for module in modules_of(model, Indexer):
+        module.spec = dataclasses.replace(module.spec, top_k=module.spec.top_k + 1)
+
+
+def turn_indexer(model: Model) -> None:
+    for module in modules_of(model, Indexer):
+        module.spec = dataclasses.replace(module.spec, is_interleaved=not module.spec.is_interleaved)
+
+
 FAULTS: dict[str, tuple[str, Callable[[Model], None]]] = {
     "rotation by neighbours for halves": ("llama", change_rope(is_interleaved=True)),
     "a base of 20000 for 10000": ("llama", change_rope(theta=20000.0)),
@@ -207,6 +282,26 @@ FAULTS: dict[str, tuple[str, Callable[[Model], None]]] = {
     "softmax over all experts": ("gpt_oss", change_spec(Router, scoring="softmax", renormalize=False)),
     "no bias of the experts' outputs": ("gpt_oss", without_down_bias),
     "an activation without its limit": ("gpt_oss", unclamped),
+    "norms as if stored whole": ("qwen3_5_moe", whole_norms),
+    "a sigmoid in the gated norm of the delta net": ("qwen3_5_moe", sigmoid_gates),
+    "no bias of the decay": ("qwen3_5_moe", late_decay),
+    "no gate of the shared expert": ("qwen3_5_moe", drop(MoE, "shared_gate")),
+    "images at one axis of positions": ("qwen3_5_moe-vl", one_axis),
+    "axes in blocks": ("qwen3_vl_moe", in_blocks),
+    "no states of DeepStack": ("qwen3_vl_moe", without_deepstack),
+    "one projector for all states of DeepStack": ("qwen3_vl_moe", first_states_alike),
+    "a position grid resized from the middle of its patches": ("qwen3_vl_moe", change_tower(aligns_corners=False)),
+    "a tower rotated by neighbours": ("qwen3_5_moe-vl", rotate_towers_by_neighbours),
+    "another column's norm before merging": ("kimi_k25", norm_after_merging),
+    "a position grid resized bilinearly": ("kimi_k25", change_tower(resize="bilinear")),
+    "no chunks": ("llama4", change_spec(GQA, chunk=None)),
+    "queries as sharp at every position": ("llama4", change_spec(GQA, temperature=None)),
+    "no norm of q and k": ("llama4", change_spec(GQA, qk_norm="none")),
+    "weights on the experts' outputs": ("llama4", weigh_outputs),
+    "one token more is read": ("deepseek_v32", wider_choice),
+    "an indexer rotated by neighbours": ("deepseek_v32", turn_indexer),
+    "an indexer rotated by halves": ("glm_moe_dsa", turn_indexer),
+    "all columns rotated, half of them should be": ("qwen3_5_moe", change_rope(dim=12, sections=())),
 }
 
 

@@ -66,6 +66,7 @@ def stacks(model: Model) -> dict[int, Experts]:
         (TINY, "tp1", "int8"),  # expanded and encoded anew
         (FAMILIES / "gpt_oss", "tp1", "bf16"),  # rows of two matrices in turns, and biases
         (FAMILIES / "qwen3_moe", "tp2", "bf16"),
+        (FAMILIES / "llama4", "tp2", "bf16"),  # stored (inputs, outputs), gate and up in one
     ],
     ids=lambda x: x.name if isinstance(x, Path) else str(x),
 )

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workbench.base import LayoutError, UnsupportedModelError
+from workbench.base import LayoutError
 from workbench.checkpoint import Checkpoint
 from workbench.loading import load_rank
 from workbench.nn.quant.fp8_tiles import decode_fp8_tiles_reference
 from workbench.nn.quant.mxfp4 import decode_mxfp4_reference
 from workbench.placement import Layout
-from workbench.spec import parse_config, published_tensors, require_runnable
+from workbench.spec import parse_config, published_tensors
 
 HIDDEN, WIDTH, EXPERTS, TILE = 32, 64, 4, 8
 OSS = {
@@ -122,7 +122,31 @@ def test_a_layout_that_would_cut_a_tile_is_refused(tmp_path: Path) -> None:
         load_rank(Checkpoint.open(root), Layout(tp=2), 0)
 
 
-def test_plain_fused_experts_are_refused_by_name() -> None:
-    plain = {key: value for key, value in OSS.items() if key != "quantization_config"}
-    with pytest.raises(UnsupportedModelError, match=r"storage: experts as \(inputs, outputs\)"):
-        require_runnable(parse_config(plain))
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, ep=2), Layout(dp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("window_bytes", [1 << 16, 1 << 20])
+def test_experts_stored_as_inputs_by_outputs_are_turned_on_the_way(
+    tmp_path: Path, layout: Layout, precision: str, window_bytes: int
+) -> None:
+    """gpt-oss unquantised: gate and up take turns along the stored columns. Small windows cut every matrix up."""
+    root, stored = write(tmp_path, {key: value for key, value in OSS.items() if key != "quantization_config"})
+    at = "model.layers.0.mlp.experts."
+    gate_up, down = (stored[f"{at}{name}"].float() for name in ("gate_up_proj", "down_proj"))
+    assert gate_up.shape == (EXPERTS, HIDDEN, 2 * WIDTH)
+    whole = {"w1": gate_up[..., 0::2].mT, "w3": gate_up[..., 1::2].mT, "w2": down.mT}
+    for rank in range(layout.world_size):
+        model, _, stats = load_rank(
+            Checkpoint.open(root), layout, rank, precision=precision, dtype=torch.float32, window_bytes=window_bytes
+        )
+        coords, experts = layout.coords(rank), model.layers["0"].ffn.experts
+        per_rank, share = EXPERTS // layout.ep, WIDTH // layout.expert_tp
+        own = slice(coords.expert_tp * share, (coords.expert_tp + 1) * share)
+        for slot in range(per_rank):
+            for name, matrices in whole.items():
+                matrix = matrices[coords.ep * per_rank + slot]
+                expected = (matrix[:, own] if name == "w2" else matrix[own]).contiguous()
+                store = getattr(experts, name)
+                if store.scheme is not None:
+                    expected = store.scheme.decode(store.scheme.encode(expected), torch.float32)
+                assert torch.equal(store.dense(torch.float32, slot), expected), f"{name}[{slot}] on {rank}"
+        assert stats.bytes_read == stats.bytes_assigned

@@ -95,6 +95,35 @@ def test_chunks_in_float32_are_as_exact_as_token_by_token(decay: str) -> None:
             assert own < 4 * reference + 2e-6, f"chunk {size}: {own:.1e}, token by token {reference:.1e}"
 
 
+@pytest.mark.parametrize("decay", DECAYS)
+def test_one_decay_of_a_head_is_the_same_decay_of_all_its_channels(decay: str) -> None:
+    q, k, v, g, beta, state = inputs(LENGTHS, decay)
+    own, segments = g[..., :1].contiguous(), segments_of(LENGTHS)
+    expected = token_by_token([q, k, v, own.expand_as(g), beta, state], segments)
+    for size in (16, 32, 64):
+        for name, a, b in zip(
+            ("output", "state"), chunked(q, k, v, own, beta, state, segments, size), expected, strict=True
+        ):
+            assert_near(a, b, 1e-12, name)
+    for a, b in zip(token_by_token([q, k, v, own, beta, state], segments), expected, strict=True):
+        assert_near(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("strength", [1.0, 30.0, 400.0])
+def test_a_decay_of_a_head_has_no_bound_in_float32(strength: float) -> None:
+    """Forgetting e^-400 at one token and nothing at the next: sums over a chunk reach thousands, their parts count."""
+    lengths = (64, 130)
+    values, segments = inputs(lengths, "either"), segments_of(lengths)
+    values[3] = values[3][..., :1] * strength
+    exact, single = token_by_token(values, segments), [x.float() for x in values]
+    for a, b, e in zip(chunked(*single, segments, 32), token_by_token(single, segments), exact, strict=True):
+        own, plain = (((x.double() - e).norm() / e.norm()).item() for x in (a, b))
+        assert own < 4 * plain + 2e-6, f"{own:.1e}, token by token {plain:.1e}"
+    leaves = [x.requires_grad_() for x in single]
+    output, state = chunked(*leaves, segments, 32)
+    assert all(torch.isfinite(x).all() for x in torch.autograd.grad(output.sum() + state.sum(), leaves))
+
+
 def test_gradients_in_float32_stay_finite_at_the_strongest_decay() -> None:
     values = [x.float().requires_grad_() for x in inputs((64,), "strongest")]
     output, state = chunked(*values, segments_of((64,)), 64)

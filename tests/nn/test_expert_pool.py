@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,10 +142,10 @@ def test_a_pool_without_room_for_one_expert_is_refused() -> None:
     assert pool_of(1000, Source()).num_slots == 2 * NUM, "no more slots than there are experts"
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 2 * NUM])
-def test_paged_experts_compute_what_the_stack_does(num_slots: int) -> None:
+@pytest.mark.parametrize(("num_slots", "scales_input"), [(1, False), (3, True), (2 * NUM, False)])
+def test_paged_experts_compute_what_the_stack_does(num_slots: int, scales_input: bool) -> None:
     torch.manual_seed(3)
-    whole = Experts(MOE, Precision.parse("fp32")).requires_grad_(False)
+    whole = Experts(replace(MOE, scales_input=scales_input), Precision.parse("fp32")).requires_grad_(False)
     for store in (whole.w1, whole.w2, whole.w3):
         store.weight.normal_()
 

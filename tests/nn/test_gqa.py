@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from nn_tiny import assert_near, batch_of
 from torch import Tensor
 
-from workbench.base import UnsupportedModelError
+from workbench.base import RequestError
 from workbench.nn import Precision, Segments
 from workbench.nn.cache import Page
 from workbench.nn.gqa import GQA, attend, attention_reference
 from workbench.nn.norm import AcrossHeadsRMSNorm
-from workbench.nn.rotary import rotary_table, rotate, rotate_reference
+from workbench.nn.rotary import image_positions, rotary_table, rotate, rotate_reference
 from workbench.spec import GQASpec, LlamaScaling, RopeSpec, YarnSpec
 
 HEADS, KV_HEADS, WIDTH, V_WIDTH = 6, 2, 10, 7
@@ -41,6 +43,15 @@ def test_attention_of_whole_and_continued_sequences_equals_the_reference(
             assert_near(found[s], wanted, what=f"from {start}")
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 30])
+def test_attention_within_chunks_of_positions_equals_the_reference(chunk: int) -> None:
+    for start, num_new in ((0, 11), (5, 4), (10, 1), (12, 1)):
+        q, k = draw(1, num_new, HEADS, WIDTH), draw(1, start + num_new, KV_HEADS, WIDTH, seed=4)
+        v = draw(1, start + num_new, KV_HEADS, V_WIDTH, seed=5)
+        found = attend(q, k, v, starts=torch.tensor([start]) if start else None, chunk=chunk)
+        assert_near(found[0], attention_reference(q[0], k[0], v[0], start=start, chunk=chunk), what=f"from {start}")
+
+
 def test_a_sink_takes_its_share_and_adds_nothing() -> None:
     q, k, v = draw(1, 5, HEADS, WIDTH), draw(1, 5, KV_HEADS, WIDTH), draw(1, 5, KV_HEADS, V_WIDTH)
     without = attend(q, k, v, starts=None)
@@ -65,10 +76,50 @@ def test_rotation_equals_the_reference_and_leaves_other_columns(
     assert rotary_table(rope, segments) is rotary_table(rope, segments)
 
 
-def test_rotation_over_several_axes_is_refused() -> None:
-    segments = Segments(batch_of([(0, 0, [1])]))
-    with pytest.raises(UnsupportedModelError, match="M-RoPE"):
-        rotary_table(RopeSpec(theta=1e4, dim=4, sections=(1, 1)), segments)
+@pytest.mark.parametrize(
+    ("takes_turns", "axes"), [(True, (0, 1, 2, 0, 1, 0)), (False, (0, 0, 0, 1, 1, 2))], ids=["in turns", "in blocks"]
+)
+def test_rotation_over_several_axes_turns_each_pair_by_its_own(takes_turns: bool, axes: tuple[int, ...]) -> None:
+    rope = RopeSpec(theta=50.0, dim=12, sections=(3, 2, 1), has_interleaved_sections=takes_turns)
+    assert rope.axes == axes
+    batch = batch_of([(0, 0, [5, 6, 7])])
+    places = torch.tensor([[0, 1, 1], [0, 4, 9], [0, 2, 7]])
+    x = draw(3, HEADS, 12)
+    plain = rotate(x, rotary_table(rope, Segments(batch)), is_interleaved=False)
+    alone = RopeSpec(theta=50.0, dim=12)
+    assert_near(plain, rotate(x, rotary_table(alone, Segments(batch)), is_interleaved=False))  # text: one axis
+    found = rotate(x, rotary_table(rope, Segments(replace(batch, rope_positions=places))), is_interleaved=False)
+    by_axis = [rotate_reference(x[:, 2], places[axis], alone) for axis in range(3)]
+    for pair, axis in enumerate(axes):
+        for column in (pair, pair + 6):
+            assert (found[:, 2, column] - by_axis[axis][:, column]).abs().max() < 4e-6  # angles are float32
+    with pytest.raises(RequestError, match="three for each token"):
+        replace(batch, rope_positions=places[:2])
+
+
+def test_images_stand_on_a_plane_and_text_goes_on_behind_their_longer_side() -> None:
+    is_image = [False, *[True] * 6, False, *[True] * 2, False]
+    assert image_positions(is_image, [(2, 3), (2, 1)]).tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5, 5, 7],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5, 6, 7],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5, 5, 7],
+    ]
+    assert image_positions([False] * 3, []).tolist() == [[0, 1, 2]] * 3
+    for grids in ([], [(2, 3)], [(2, 3), (2, 2)], [(2, 3), (2, 1), (1, 1)]):
+        with pytest.raises(RequestError, match="differ in number"):
+            image_positions(is_image, grids)
+
+
+def test_an_output_gate_lies_behind_the_query_of_each_head_and_scales_what_the_head_gives() -> None:
+    spec = GQASpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=WIDTH, v_dim=WIDTH, rope=None, has_output_gate=True)
+    block = GQA(spec, 16, 0, Precision("fp32", torch.float64)).requires_grad_(False)
+    for i, parameter in enumerate(block.parameters()):
+        parameter.data = draw(*parameter.shape, seed=i) / 4
+    x = draw(7, 16)
+    both = (x @ block.q_proj.weight.T).view(7, HEADS, 2 * WIDTH)
+    k, v = ((x @ y.weight.T).view(7, KV_HEADS, WIDTH) for y in (block.k_proj, block.v_proj))
+    wanted = attention_reference(both[..., :WIDTH], k, v) * both[..., WIDTH:].sigmoid()
+    assert_near(block(x, Segments(batch_of([(0, 0, [0] * 7)])), None), wanted.flatten(1) @ block.o_proj.weight.T)
 
 
 def test_the_norm_across_heads_counts_heads_that_two_ranks_share_once() -> None:

@@ -33,6 +33,18 @@ def test_rms_norm_rounds_before_the_weight_multiplies() -> None:
     assert not torch.equal(norm(x), (norm.weight.float() * normalised).bfloat16())
 
 
+def test_a_norm_stored_as_a_difference_adds_it_in_float32_and_rounds_once() -> None:
+    norm, x = RMSNorm(48, 1e-5, torch.bfloat16, offset=1.0), draw(50, 48).bfloat16()
+    norm.weight.data = (draw(48, seed=4) / 50).bfloat16()
+    exact = x.double() / torch.sqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-5) * (1 + norm.weight.double())
+    found = norm(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=0)
+    early = RMSNorm(48, 1e-5, torch.bfloat16)
+    early.weight.data = 1 + norm.weight.data  # what is lost where the sum is stored in 16 bits
+    assert not torch.equal(early(x), found)
+
+
 def test_the_gated_norm_rounds_once_and_its_gate_is_a_sigmoid() -> None:
     norm, x, gate = GatedRMSNorm(16, 1e-5), draw(50, 3, 16), draw(50, 3, 16, seed=5).bfloat16()
     norm.weight.data = 1 + draw(16, seed=4) / 5

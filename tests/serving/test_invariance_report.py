@@ -53,12 +53,12 @@ def test_answers_of_the_real_network_do_not_depend_on_their_company(runner, requ
 
 def test_the_wrong_slot_is_found_in_company_and_not_alone(runner, requests, monkeypatch):
     """Every sequence reads the recurrent state of its neighbour in the batch."""
-    read_kda = StateCache.read_kda
+    read_state = StateCache.read_state
 
     def shifted(self, layer_idx, slots, is_fresh):
-        return read_kda(self, layer_idx, slots.roll(1), is_fresh)
+        return read_state(self, layer_idx, slots.roll(1), is_fresh)
 
-    monkeypatch.setattr(StateCache, "read_kda", shifted)
+    monkeypatch.setattr(StateCache, "read_state", shifted)
     report = check(runner, requests, AGAIN, TOGETHER)
     assert not report.ok
     assert verdicts(report) == {AGAIN: "same", TOGETHER: "CROSS-TALK"}
@@ -67,10 +67,12 @@ def test_the_wrong_slot_is_found_in_company_and_not_alone(runner, requests, monk
 
 
 def test_a_slot_that_is_not_cleared_is_found_by_the_order_of_slots(runner, requests, monkeypatch):
-    read_kda = StateCache.read_kda
+    read_state = StateCache.read_state
     monkeypatch.setattr(StateCache, "reset", lambda self, slot: None)
     monkeypatch.setattr(
-        StateCache, "read_kda", lambda self, layer, slots, fresh: read_kda(self, layer, slots, torch.zeros_like(fresh))
+        StateCache,
+        "read_state",
+        lambda self, layer, slots, fresh: read_state(self, layer, slots, torch.zeros_like(fresh)),
     )
     report = check(runner, requests, AGAIN)
     assert verdicts(report) == {AGAIN: "CROSS-TALK"}

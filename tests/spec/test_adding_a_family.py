@@ -113,9 +113,9 @@ def test_it_runs_where_its_blocks_exist_and_is_refused_for_one_that_does_not(toy
     logits = model(TokenBatch.whole([[5, 3, 7]], all_logits=True))
     assert logits.shape == (3, 96)
     assert logits.isfinite().all()
-    gated = [replace(layer, mixer=replace(layer.mixer, has_output_gate=True)) for layer in spec.layers]
-    with pytest.raises(UnsupportedModelError, match="grouped-query attention: output gate"):
-        require_runnable(replace(spec, layers=tuple(gated)))
+    scaled = [replace(layer, mixer=replace(layer.mixer, value_scale=0.7)) for layer in spec.layers]
+    with pytest.raises(UnsupportedModelError, match="grouped-query attention: value scale"):
+        require_runnable(replace(spec, layers=tuple(scaled)))
 
 
 def test_before_the_file_is_written_inspect_says_what_it_has_to_say(checkpoint: Path) -> None:

@@ -418,18 +418,18 @@ def test_k12_every_way_to_run_a_model_refuses_at_once(tmp_path: Path) -> None:
     from workbench.loading import load_sharded_weights
     from workbench.nn.model import Model
 
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["deepseek_v32"]))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["minimax_m3"]))
     import numpy as np
     from safetensors.numpy import save_file
 
     save_file({"model.norm.weight": np.zeros(44, np.float16)}, tmp_path / "model.safetensors")
     for run in (
-        lambda: Model(parse_config(CONFIGS["deepseek_v32"])),
+        lambda: Model(parse_config(CONFIGS["minimax_m3"])),
         lambda: load_sharded_weights(tmp_path),
         lambda: Deployment.start(tmp_path),
         lambda: run_day0(tmp_path, out=None),
     ):
-        with pytest.raises(UnsupportedModelError, match="sparse indexer"):
+        with pytest.raises(UnsupportedModelError, match="block-sparse reading"):
             run()
 
 

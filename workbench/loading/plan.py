@@ -120,9 +120,6 @@ def plan_load(checkpoint: Checkpoint, model: nn.Module, layout: Layout, rank: in
             own = pieces.setdefault((shard.tensor.param, shard.slot), _Pieces())
             own.add(tensor, source_of(entry, shard, tile=tile))
             continue
-        if tensor.is_transposed:
-            problems.add("stored (inputs, outputs), which is not read here", tensor.name)
-            continue
         for piece in fused_pieces(entry, shard):
             pieces.setdefault((piece.param, piece.slot), _Pieces(twin=piece.twin)).add(tensor, piece.source)
     problems.raise_if_any()

@@ -46,7 +46,11 @@ class Source:
     within a row   |....[=======]................|      `row_offset`, `row_bytes` out of `row_stride` bytes
 
     `base`: bytes of the tensor before its first row, for one matrix of a stack. `tile`: local rows that one stored row
-    stands for, 1 but for the scales of tiles.
+    stands for, 1 but for the scales of tiles. `num_lines`: of a matrix stored (columns, rows), how many such lines this
+    rank holds; a local row is then one place of every line, and the other fields speak of lines:
+
+    stored lines   |....[a b c]................|      `row_ranges`: places along a line, `row_shape` ends in the lines
+                   |....[a b c]................|      `row_offset`: before the first line, `row_stride`: of a line
     """
 
     entry: TensorEntry
@@ -57,6 +61,7 @@ class Source:
     row_stride: int
     base: int = 0
     tile: int = 1
+    num_lines: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -76,6 +81,9 @@ class Source:
 
     def extents(self, first: int, last: int) -> Iterator[Extent]:
         """Bytes of own rows [first, last), in file order; rows that are whole in the file make one segment."""
+        if self.num_lines:
+            yield self._across(first, last)
+            return
         base = 0
         for start, stop in self.row_ranges:
             low, high = max(first - base, 0), min(last - base, stop - start)
@@ -86,6 +94,16 @@ class Source:
                     count, length = 1, length * count
                 yield Extent(self.entry.file, offset, length, self.row_stride, count)
             base += stop - start
+
+    def _across(self, first: int, last: int) -> Extent:
+        """Places [first, last) of every line."""
+        ((start, _),) = self.row_ranges
+        unit = self.row_bytes // self.num_lines
+        offset = self.entry.begin + self.base + self.row_offset + (start + first) * unit
+        count, length = self.num_lines, (last - first) * unit
+        if length == self.row_stride:
+            count, length = 1, length * count
+        return Extent(self.entry.file, offset, length, self.row_stride, count)
 
 
 def source_of(entry: TensorEntry, shard: Shard, *, tile: int = 1) -> Source:
@@ -115,12 +133,14 @@ def fused_pieces(entry: TensorEntry, shard: Shard) -> Iterator[FusedPiece]:
     """
     tensor = shard.tensor
     assert tensor.num_stacked is not None
-    assert not tensor.is_transposed, "refused before"
     ((first, last),) = shard.ranges[0]
     shape, ranges = entry.shape[1:], shard.ranges[1:]
     matrix_bytes = DTYPE_BITS[entry.dtype] * math.prod(shape) // 8
     for slot, expert in enumerate(range(first, last)):
         base = expert * matrix_bytes
+        if tensor.is_transposed:
+            yield from _transposed_pieces(entry, shard, slot, base)
+            continue
         if tensor.is_interleaved:
             (twin,) = tensor.also_fills
             pairs = tuple((start // 2, stop // 2) for start, stop in ranges[0])
@@ -131,6 +151,34 @@ def fused_pieces(entry: TensorEntry, shard: Shard) -> Iterator[FusedPiece]:
         own = [ranges[0]] if len(params) == 1 else [(part,) for part in ranges[0]]
         for param, rows in zip(params, own, strict=True):
             yield FusedPiece(param, None, slot, _rows(entry, shape, (rows, *ranges[1:]), base))
+
+
+def _transposed_pieces(entry: TensorEntry, shard: Shard, slot: int, base: int) -> Iterator[FusedPiece]:
+    """The same of one matrix stored (columns, rows)."""
+    tensor = shard.tensor
+    ((first_line, last_line),), places = shard.ranges[1:]
+    num_lines, line_bytes = last_line - first_line, DTYPE_BITS[entry.dtype] * entry.shape[2] // 8
+
+    def piece(param: str, place: tuple[int, int], twin: str | None = None) -> FusedPiece:
+        pair = () if twin is None else (2,)
+        source = Source(
+            entry=entry,
+            row_ranges=(place,),
+            row_shape=(*pair, num_lines),
+            row_offset=first_line * line_bytes,
+            row_bytes=num_lines * (line_bytes // entry.shape[2]) * math.prod(pair),
+            row_stride=line_bytes,
+            base=base,
+            num_lines=num_lines,
+        )
+        return FusedPiece(param, twin, slot, source)
+
+    if tensor.is_interleaved:
+        ((start, stop),), (twin,) = places, tensor.also_fills
+        yield piece(tensor.param, (start // 2, stop // 2), twin)
+        return
+    for param, place in zip((tensor.param, *tensor.also_fills), places, strict=True):
+        yield piece(param, place)
 
 
 def _rows(

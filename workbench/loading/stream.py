@@ -148,7 +148,10 @@ def staged_parts(chunk: Chunk, staged: Tensor) -> dict[str, Tensor]:
         raw = staged[at : at + (last - first) * source.row_bytes]
         if at % source.dtype.itemsize:  # a file may hold tensors at any byte
             raw = raw.clone()
-        parts[part] = raw.view(source.dtype).view(last - first, *source.row_shape)
+        values = raw.view(source.dtype)
+        if source.num_lines:  # stored (inputs, outputs): a line of the file is a column here
+            values = values.view(source.num_lines, last - first, *source.row_shape[:-1]).movedim(0, -1)
+        parts[part] = values.view(last - first, *source.row_shape) if not source.num_lines else values
     return parts
 
 

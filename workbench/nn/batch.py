@@ -31,7 +31,8 @@ class TokenBatch:
     slots: tuple[int, ...]  # cache slot of each sequence
     logit_rows: Tensor  # (R,) int64 rows of T whose logits are wanted
     image_rows: Tensor | None = None  # (M,) int64 rows of T whose embeddings are image features
-    image_features: Tensor | None = None  # (M, D)
+    image_features: Tensor | None = None  # (M, D), with n states of DeepStack (M, (1 + n) D)
+    rope_positions: Tensor | None = None  # (3, T) int64 time, height, width of M-RoPE; None: places in the sequence
     zero_rows: Tensor | None = None  # (Z,) int64 rows whose embedding is zeroed (pad tokens of a prompt with images)
     tentative: tuple[int, ...] = ()  # sequences whose tokens may turn out not to have happened; see `nn.rewind`
 
@@ -50,6 +51,12 @@ class TokenBatch:
             raise RequestError(f"two sequences share a cache slot: {self.slots}")
         if (self.image_rows is None) != (self.image_features is None):
             raise RequestError("image_rows and image_features go together")
+        if self.rope_positions is not None and self.rope_positions.shape != (3, self.num_tokens):
+            raise RequestError(
+                "positions of M-RoPE are three for each token",
+                found=tuple(self.rope_positions.shape),
+                expected=(3, self.num_tokens),
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -92,10 +99,12 @@ class Segments:
         # Cache coordinates of every row: the slot, and the position in the sequence.
         self.token_slots = self.table(s for s, n in zip(self.slots, self.lengths, strict=True) for _ in range(n))
         self.positions = self.table(p for a, n in zip(self.starts, self.lengths, strict=True) for p in range(a, a + n))
+        self.rope_positions = batch.rope_positions  # (3, T) or None
         self.tentative = batch.tentative
         singles = [s for s, length in enumerate(self.lengths) if length == 1]
         self.singles = self.table(singles)  # sequences of one new token, and the rows where those stand
         self.single_rows = self.table(self.offsets[s] for s in singles)
+        self.choice: list[Tensor] | None = None  # of the last sparse indexer: (n, L) bool of every sequence
         self._windows: dict[int, tuple[Tensor, Tensor]] = {}
         self._reach: dict[int, Tensor] = {}
         self._chunks: dict[int, ChunkTable] = {}

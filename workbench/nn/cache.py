@@ -1,9 +1,9 @@
 """What a sequence leaves behind for its next token, one slot per sequence.
 
-KDA keeps a state of fixed size and the last inputs of its convolutions; MLA keeps one latent row per token,
-grouped-query attention the key and value of each token and key-value head held here. A layer with a window keeps all of
-them as well: nothing is overwritten before a sequence ends. Rows may be held in fewer bits than they are computed in
-(`rows.py`); states never are, since what is rounded there is rounded again with every token.
+KDA and delta nets keep a state of fixed size and the last inputs of their convolutions; MLA keeps one latent row per
+token, grouped-query attention the key and value of each token and key-value head held here. A layer with a window keeps
+all of them as well: nothing is overwritten before a sequence ends. Rows may be held in fewer bits than they are
+computed in (`rows.py`); states never are, since what is rounded there is rounded again with every token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workbench.base import RequestError
 from workbench.nn.batch import Segments, TokenBatch
 from workbench.nn.rewind import HeldChunks, HeldRows, settle
 from workbench.nn.rows import RowTable, row_format
-from workbench.spec import GQASpec, KDASpec, MLASpec, ModelSpec
+from workbench.spec import GatedDeltaSpec, GQASpec, KDASpec, MLASpec, ModelSpec
 
 __all__ = ["Cache", "Page", "StateCache"]
 
@@ -31,13 +31,13 @@ class Cache(Protocol):
         """Raises RequestError where the batch does not fit."""
         ...
 
-    def read_kda(self, layer_idx: int, slots: Tensor, is_fresh: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolution inputs (S, 3, C, K-1), oldest first, and state (S, H, Dv, Dk) fp32."""
+    def read_state(self, layer_idx: int, slots: Tensor, is_fresh: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the P convolutions (S, P, C, K-1), oldest first, and state (S, H, Dv, Dk) fp32."""
         ...
 
-    def write_kda(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None: ...
+    def write_state(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None: ...
 
-    def hold_kda(self, layer_idx: int, segments: Segments, rows: HeldRows) -> None:
+    def hold_state(self, layer_idx: int, segments: Segments, rows: HeldRows) -> None:
         """Keep what the tentative sequences of a batch would write, until it is known what of it is true."""
         ...
 
@@ -51,6 +51,14 @@ class Cache(Protocol):
 
     def latent_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
         """The first rows of one slot (num_tokens, latent | shared key)."""
+        ...
+
+    def append_index(self, layer_idx: int, slots: Tensor, positions: Tensor, keys: Tensor) -> None:
+        """Store index keys (T, W) at (slot, position), both (T,)."""
+        ...
+
+    def index_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
+        """The first index keys of one slot (num_tokens, W)."""
         ...
 
     def append_kv(self, layer_idx: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -75,6 +83,7 @@ class Page:
     latent: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, latent | shared key), as the cache holds them
     keys: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, G, W)
     values: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, G, V)
+    index: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, W) keys of its sparse indexer
 
 
 class StateCache:
@@ -100,17 +109,21 @@ class StateCache:
         self.kv_dtype = kv_dtype
         self._held: list[HeldChunks] = []
         self._holding: Segments | None = None  # of the forward pass that the last of them belongs to
-        self.conv: dict[int, Tensor] = {}  # layer -> (slots, 3 of q k v, C, K-1), inputs before the convolution
+        self.conv: dict[int, Tensor] = {}  # layer -> (slots, P convolutions, C, K-1), their inputs
         self.state: dict[int, Tensor] = {}  # layer -> (slots, H, Dv, Dk) fp32
         self.latent: dict[int, RowTable] = {}  # layer -> (slots, max_tokens, latent | shared key)
         self.keys: dict[int, RowTable] = {}  # layer -> (slots, max_tokens, G, W)
         self.values: dict[int, RowTable] = {}  # layer -> (slots, max_tokens, G, V)
+        self.index: dict[int, RowTable] = {}  # layer -> (slots, max_tokens, W) keys of its sparse indexer
         form = row_format(kv_dtype)
         for layer_idx in layers:
             mixer = spec.layers[layer_idx].mixer
             if isinstance(mixer, MLASpec):
                 shape = (num_slots, max_tokens, mixer.cache_dim)
                 self.latent[layer_idx] = RowTable(shape, dtype=dtype, device=device, form=form)
+                if mixer.indexer is not None and mixer.indexer.owns_choice:  # kept as computed: they decide
+                    shape = (num_slots, max_tokens, mixer.indexer.head_dim)
+                    self.index[layer_idx] = RowTable(shape, dtype=dtype, device=device)
                 continue
             if isinstance(mixer, GQASpec):
                 heads = max(1, mixer.num_kv_heads // tp_size)  # ranks beyond the heads share one with a neighbour
@@ -118,12 +131,12 @@ class StateCache:
                     rows = (num_slots, max_tokens, heads, width)
                     table[layer_idx] = RowTable(rows, dtype=dtype, device=device, form=form)
                 continue
-            assert isinstance(mixer, KDASpec)
-            heads, dim = mixer.num_heads // tp_size, mixer.head_dim
-            conv_shape = (num_slots, 3, heads * dim, mixer.conv_size - 1)
+            assert isinstance(mixer, KDASpec | GatedDeltaSpec)
+            num_convs, channels, *state_shape = _state_shape(mixer, tp_size)
+            conv_shape = (num_slots, num_convs, channels, mixer.conv_size - 1)
             state_dtype = torch.promote_types(dtype, torch.float32)
             self.conv[layer_idx] = torch.zeros(conv_shape, dtype=dtype, device=device)
-            self.state[layer_idx] = torch.zeros((num_slots, heads, dim, dim), dtype=state_dtype, device=device)
+            self.state[layer_idx] = torch.zeros((num_slots, *state_shape), dtype=state_dtype, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -143,7 +156,7 @@ class StateCache:
     @property
     def _rows(self) -> tuple[dict[int, RowTable], ...]:
         """Tables of one row per token."""
-        return self.latent, self.keys, self.values
+        return self.latent, self.keys, self.values, self.index
 
     def reset(self, slot: int) -> None:
         """Forget what a slot holds, so that nothing of one sequence can reach the next."""
@@ -170,12 +183,12 @@ class StateCache:
         """A copy of tokens [start, stop) of a slot that holds `stop` tokens now."""
         fixed = ({layer: values[slot].clone() for layer, values in table.items()} for table in self._states)
         rows = ({layer: x.copy(slot, start, stop) for layer, x in table.items()} for table in self._rows)
-        (conv, state), (latent, keys, values) = fixed, rows
-        return Page(conv=conv, state=state, latent=latent, keys=keys, values=values)
+        (conv, state), (latent, keys, values, index) = fixed, rows
+        return Page(conv=conv, state=state, latent=latent, keys=keys, values=values, index=index)
 
     def restore(self, slot: int, pages: Sequence[Page]) -> None:
         """Let a slot begin with these pages, as if it had read their tokens. The pages stay as they are."""
-        for name, tables in zip(("latent", "keys", "values"), self._rows, strict=True):
+        for name, tables in zip(("latent", "keys", "values", "index"), self._rows, strict=True):
             for layer, rows in tables.items():
                 rows.paste(slot, [getattr(page, name)[layer] for page in pages])
         for table, kept in ((self.conv, pages[-1].conv), (self.state, pages[-1].state)):
@@ -193,7 +206,7 @@ class StateCache:
                     next_step="Start with a larger max_tokens, or end the sequence",
                 )
 
-    def read_kda(self, layer_idx: int, slots: Tensor, is_fresh: Tensor) -> tuple[Tensor, Tensor]:
+    def read_state(self, layer_idx: int, slots: Tensor, is_fresh: Tensor) -> tuple[Tensor, Tensor]:
         # masked_fill, not a product: whatever an ended sequence left behind (even NaN) must not reach a fresh one.
         fresh = is_fresh[:, None, None, None]
         return (
@@ -202,11 +215,11 @@ class StateCache:
         )
 
     @torch.no_grad()
-    def write_kda(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None:
+    def write_state(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None:
         self.conv[layer_idx].index_copy_(0, slots, conv)
         self.state[layer_idx].index_copy_(0, slots, state)
 
-    def hold_kda(self, layer_idx: int, segments: Segments, rows: HeldRows) -> None:
+    def hold_state(self, layer_idx: int, segments: Segments, rows: HeldRows) -> None:
         if self._holding is not segments:
             self._held.append(HeldChunks.of(segments))
             self._holding = segments
@@ -221,6 +234,12 @@ class StateCache:
     def latent_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
         return self.latent[layer_idx].of_slot(slot, num_tokens)
 
+    def append_index(self, layer_idx: int, slots: Tensor, positions: Tensor, keys: Tensor) -> None:
+        self.index[layer_idx].write(slots, positions, keys)
+
+    def index_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
+        return self.index[layer_idx].of_slot(slot, num_tokens)
+
     def append_kv(self, layer_idx: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         self.keys[layer_idx].write(slots, positions, keys)
         self.values[layer_idx].write(slots, positions, values)
@@ -230,3 +249,12 @@ class StateCache:
 
     def kv_view(self, layer_idx: int, slot: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer_idx].of_slot(slot, num_tokens), self.values[layer_idx].of_slot(slot, num_tokens)
+
+
+def _state_shape(mixer: KDASpec | GatedDeltaSpec, tp_size: int) -> tuple[int, int, int, int, int]:
+    """Convolutions and channels of each, heads, value and key width, as one rank of `tp_size` holds them."""
+    if isinstance(mixer, KDASpec):
+        heads = mixer.num_heads // tp_size
+        return 3, heads * mixer.head_dim, heads, mixer.head_dim, mixer.head_dim
+    heads = mixer.num_value_heads // tp_size
+    return 1, mixer.conv_width // tp_size, heads, mixer.value_dim, mixer.key_dim

@@ -1,12 +1,13 @@
-"""The gated delta rule of KDA, three ways: one token, token by token, and in chunks.
+"""The gated delta rule of KDA and of delta nets, three ways: one token, token by token, and in chunks.
 
 T tokens, S sequences, H heads, Dk key and Dv value channels. State (Dv, Dk): what to answer (value) to which key.
 
-    S <- S diag(exp g)                   forget, per key channel; g is the log decay, at most 0
+    S <- S diag(exp g)                   forget, per key channel, or (g of width 1) all of a head alike; g is the log
+                                         decay, at most 0
     S <- S + beta (v - S k) k^T          move the answer to k towards v
     o  = S q                             read after the write
 
-Source: Kimi Linear, arXiv 2510.26692; the chunked form follows its section 3.
+Sources: Kimi Linear, arXiv 2510.26692, whose section 3 the chunked form follows; Gated DeltaNet, arXiv 2412.06464.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from torch.nn import functional as F
 
 from workbench.nn.batch import Segments
 
-__all__ = ["ChunkDecay", "chunked", "decayed_products", "delta_rule", "recurrent", "step", "unit_lower_inverse"]
+__all__ = [
+    "ChunkDecay",
+    "HeadDecay",
+    "chunked",
+    "decayed_products",
+    "delta_rule",
+    "recurrent",
+    "step",
+    "unit_lower_inverse",
+]
 
 # Rows that share one reference decay: exponents stay within 8 * 5 = 40 for decays down to e^-5 per token, far from the
 # 88 at which float32 overflows.
@@ -29,7 +39,10 @@ SHORT_CHUNK, LONG_CHUNK, MANY_SEQUENCES = 16, 32, 4
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: (..., H, D) each, beta (..., H), state (..., H, Dv, Dk) -> output (..., H, Dv), next state."""
+    """One token: (..., H, D) each, g (..., H, Dk or 1), beta (..., H), state (..., H, Dv, Dk).
+
+    -> output (..., H, Dv), next state.
+    """
     state = state * g.exp()[..., None, :]
     error = v - (state @ k[..., None])[..., 0]
     state = torch.addcmul(state, (beta[..., None] * error)[..., None], k[..., None, :])
@@ -84,7 +97,7 @@ def chunked(
     q, k, v, g, beta = (
         to_chunks(x.flatten(0, 1)).view(-1, num_heads, size, x.shape[-1]) for x in (q, k, v, g, beta[..., None])
     )  # (N, H, C, D)
-    decay = ChunkDecay(g)
+    decay = HeadDecay(g) if g.shape[-1] == 1 else ChunkDecay(g)
     keys_from_start, queries_from_start = decay.from_start * k, decay.from_start * q
     both = decay.products(torch.cat([q, k], -2), k)
     inner, system = both[..., :size, :].tril(), beta * both[..., size:, :]
@@ -150,6 +163,27 @@ class ChunkDecay:
             products = rows.flatten(-3, -2) @ reach.mT
             blocks.append(F.pad(products, (0, size - reach.shape[-2])).unflatten(-2, (-1, BLOCK)))
         return torch.stack(blocks, -3).flatten(-4, -2)
+
+
+class HeadDecay:
+    """The same where all channels of a head share one log decay, g (N, H, C, 1): no factor exceeds 1.
+
+    The decay between two rows is the sum of what lies between them, added up by itself: a difference of two long sums
+    would lose the digits that tell neighbours apart.
+    """
+
+    def __init__(self, g: Tensor):
+        size = g.shape[-2]
+        between = g.expand(*g.shape[:-1], size).tril(-1).cumsum(-2)  # [i, j]: g_(j+1) + ... + g_i
+        self.pairs = between.exp().tril()  # (N, H, C, C)
+        self.from_start = g.cumsum(-2).exp()  # (N, H, C, 1)
+        self.to_end = self.pairs[..., -1:, :].mT
+        self.whole = self.from_start[..., -1:, :]
+
+    def products(self, left: Tensor, right: Tensor) -> Tensor:
+        """As `ChunkDecay.products`, zero where that is not meaningful."""
+        products = (left @ right.mT).unflatten(-2, (-1, right.shape[-2]))
+        return (products * self.pairs.unsqueeze(-3)).flatten(-3, -2)
 
 
 def decayed_products(left: Tensor, right: Tensor, g: Tensor) -> Tensor:

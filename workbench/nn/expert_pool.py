@@ -209,7 +209,8 @@ class PagedExperts(Experts):
 
     def __init__(self, experts: Experts, layer: int, pool: ExpertPool):
         nn.Module.__init__(self)
-        self.activation, self.adds_down_bias = experts.activation, experts.adds_down_bias
+        self.activation, self.scales_input = experts.activation, experts.scales_input
+        self.adds_down_bias = experts.adds_down_bias
         self.layer, self.pool = layer, pool
         self._num_local = experts.num_local
 

@@ -7,6 +7,13 @@ T tokens, H query and G key-value heads held here, W width of a query or key, V 
     q, k    = rotate(q), rotate(k)                        where a family clips q, k and v, it does so before this
     y       = W_o softmax(q k^T W^-1/2, sink) v + b_o     a sink takes its share of the softmax and adds nothing
 
+Keys that are seen: all up to the own one, or those of a window, or (`chunk`) those of the same aligned block of
+positions. Without a learned weight q and k are normed after the rotation; where a family has a temperature (f, s),
+queries at position p are then scaled by 1 + s log(1 + floor((p + 1) / f)): attention over long texts stays sharp.
+
+With an output gate W_q gives query and gate of each head, one behind the other, and sigmoid(gate) scales the head's
+output before W_o; the gate is neither normed nor rotated.
+
 Query head h reads key-value head h // (H / G). Where a tensor-parallel group has more ranks than there are key-value
 heads, neighbours hold the same one. Source: arXiv 2305.13245; sinks, arXiv 2309.17453 and the gpt-oss code.
 """
@@ -22,7 +29,7 @@ from torch.nn import functional as F
 from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
 from workbench.nn.linear import Linear
-from workbench.nn.norm import AcrossHeadsRMSNorm, HeadRMSNorm
+from workbench.nn.norm import AcrossHeadsRMSNorm, HeadRMSNorm, normalise
 from workbench.nn.precision import Precision, as_float
 from workbench.nn.rotary import rotary_table, rotate
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
@@ -40,15 +47,17 @@ class GQA(nn.Module):
         scheme, dtype, bias = precision.projection_scheme, precision.dtype, spec.has_bias
         q_width, k_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         v_width, out_width = spec.num_kv_heads * spec.v_dim, spec.num_heads * spec.v_dim
-        self.q_proj = Linear(q_width, dim, scheme=scheme, dtype=dtype, has_bias=bias)
+        self.q_proj = Linear(
+            q_width * (2 if spec.has_output_gate else 1), dim, scheme=scheme, dtype=dtype, has_bias=bias
+        )
         self.k_proj = Linear(k_width, dim, scheme=scheme, dtype=dtype, has_bias=bias)
         self.v_proj = Linear(v_width, dim, scheme=scheme, dtype=dtype, has_bias=bias)
         self.o_proj = Linear(dim, out_width, scheme=scheme, dtype=dtype, has_bias=spec.has_output_bias)
         self.q_norm: HeadRMSNorm | AcrossHeadsRMSNorm | None = None
         self.k_norm: HeadRMSNorm | AcrossHeadsRMSNorm | None = None
         if spec.qk_norm == "head":
-            self.q_norm = HeadRMSNorm(spec.head_dim, spec.qk_norm_eps, dtype)
-            self.k_norm = HeadRMSNorm(spec.head_dim, spec.qk_norm_eps, dtype)
+            self.q_norm = HeadRMSNorm(spec.head_dim, spec.qk_norm_eps, dtype, offset=spec.qk_norm_offset)
+            self.k_norm = HeadRMSNorm(spec.head_dim, spec.qk_norm_eps, dtype, offset=spec.qk_norm_offset)
         elif spec.qk_norm == "full":
             self.q_norm = AcrossHeadsRMSNorm(spec.num_heads, spec.head_dim, spec.qk_norm_eps, dtype)
             self.k_norm = AcrossHeadsRMSNorm(spec.num_kv_heads, spec.head_dim, spec.qk_norm_eps, dtype)
@@ -57,17 +66,25 @@ class GQA(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
         x = self.tp.enter(x)
-        q, k = self._normed(self.q_proj(x), self.k_proj(x))
+        queries, gate = self.q_proj(x), None
+        if self.spec.has_output_gate:
+            both = queries.unflatten(-1, (-1, 2, self.spec.head_dim))  # (T, H, query | gate, W)
+            queries, gate = (y.flatten(-2) for y in both.unbind(-2))
+        q, k = self._normed(queries, self.k_proj(x))
         v = self.v_proj(x).unflatten(-1, (-1, self.spec.v_dim))
         if (limit := self.spec.qkv_limit) is not None:
             q, k, v = (y.clamp(-limit, limit) for y in (q, k, v))
         if (rope := self.spec.rope) is not None:
             table = rotary_table(rope, segments)
             q, k = (rotate(y, table, is_interleaved=rope.is_interleaved) for y in (q, k))
+        if self.spec.qk_norm == "l2":
+            q, k = (normalise(y, self.spec.qk_norm_eps).to(y.dtype) for y in (q, k))
+        if (temperature := self.spec.temperature) is not None:
+            q = (q * _sharpness(segments.positions, *temperature)[:, None, None]).to(q.dtype)
         if cache is not None:
             cache.append_kv(self.layer_idx, segments.token_slots, segments.positions, k, v)
-        attended = self._attend(q, k, v, segments, cache)
-        y = self.tp.reduce(self.o_proj.product(attended.flatten(-2)))
+        attended = self._attend(q, k, v, segments, cache).flatten(-2)
+        y = self.tp.reduce(self.o_proj.product(attended if gate is None else attended * torch.sigmoid(gate)))
         return y if self.o_proj.bias is None else y + self.o_proj.bias.to(y.dtype)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +96,7 @@ class GQA(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
         """(T, H, W), (T, G, W), (T, G, V) -> (T, H, V), each sequence for itself."""
-        attend_own = partial(attend, window=self.spec.window, sinks=self.sinks)
+        attend_own = partial(attend, window=self.spec.window, chunk=self.spec.chunk, sinks=self.sinks)
         if cache is None:
             total = v.new_zeros(()).expand(*q.shape[:-1], self.spec.v_dim)
             for group in segments.padded():  # what fills a short sequence up stands behind its end, unseen
@@ -110,24 +127,40 @@ class GQA(nn.Module):
         # What an ended sequence left beyond the end (even NaN) must not reach the sum: a weight of 0 would not stop it.
         is_beyond = torch.arange(keys.shape[1], device=q.device) > starts[:, None]
         values = values.masked_fill(is_beyond[..., None, None], 0)
-        attended = attend(q[rows][:, None], keys, values, starts=starts, window=self.spec.window, sinks=self.sinks)
+        spec = self.spec
+        attended = attend(
+            q[rows][:, None], keys, values, starts=starts, window=spec.window, chunk=spec.chunk, sinks=self.sinks
+        )
         return attended[:, 0]
 
 
+def _sharpness(positions: Tensor, floor: float, scale: float) -> Tensor:
+    """(T,) -> (T,) float32."""
+    return 1 + scale * torch.log1p(torch.floor((positions.float() + 1) / floor))
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor | None, window: int | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    starts: Tensor | None,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of S sequences: (S, n, H, W), (S, L, G, W), (S, L, G, V) -> (S, n, H, V).
 
     New token i of sequence s stands at position `starts[s] + i` (None: all from 0) and sees keys up to its own, with a
-    `window` those less than that far back. `sinks` (H,).
+    `window` those less than that far back, with a `chunk` those of its own block of positions. `sinks` (H,).
     """
     num_heads, scale = q.shape[2], q.shape[-1] ** -0.5
     q, k, v = (y.transpose(1, 2) for y in (q, k, v))
     if k.shape[1] != num_heads:
         k, v = (y.repeat_interleave(num_heads // y.shape[1], 1) for y in (k, v))
-    is_plain = starts is None and sinks is None and (window is None or window >= k.shape[2])
-    mask = None if is_plain else _visible(q.shape[2], k.shape[2], starts, window, q.device)
+    reaches_all = all(span is None or span >= k.shape[2] for span in (window, chunk))
+    is_plain = starts is None and sinks is None and reaches_all
+    mask = None if is_plain else _visible(q.shape[2], k.shape[2], starts, window, chunk, q.device)
     if sinks is None:
         width = k.shape[-1] - v.shape[-1]  # the fused kernels want values as wide as keys; zeros are cut off again
         wide = F.pad(v, (0, width)) if width > 0 else v
@@ -140,16 +173,27 @@ def attend(
     return (weights.to(v.dtype) @ v).transpose(1, 2)
 
 
-def _visible(num_new: int, num_all: int, starts: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+def _visible(
+    num_new: int, num_all: int, starts: Tensor | None, window: int | None, chunk: int | None, device: torch.device
+) -> Tensor:
     """(S or 1, 1, n, L) bool."""
     first = torch.zeros(1, dtype=torch.int64, device=device) if starts is None else starts
     position = first[:, None, None, None] + torch.arange(num_new, device=device)[:, None]
-    back = position - torch.arange(num_all, device=device)
-    return (back >= 0) if window is None else (back >= 0) & (back < window)
+    keys = torch.arange(num_all, device=device)
+    back = position - keys
+    is_seen = (back >= 0) if window is None else (back >= 0) & (back < window)
+    return is_seen if chunk is None else is_seen & (position // chunk == keys // chunk)
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, start: int = 0, window: int | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    start: int = 0,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One sequence of `attend` in float64, one query at a time: (n, H, W), (L, G, W), (L, G, V) -> (n, H, V)."""
     q, k, v = q.double(), k.double(), v.double()
@@ -157,6 +201,7 @@ def attention_reference(
     for i, head in ((i, head) for i in range(q.shape[0]) for head in range(q.shape[1])):
         last = start + i
         first = 0 if window is None else max(0, last - window + 1)
+        first = first if chunk is None else max(first, last - last % chunk)
         scores = k[first : last + 1, head // share] @ q[i, head] * q.shape[-1] ** -0.5
         weights = (scores - scores.max()).exp()
         total = weights.sum() + (0.0 if sinks is None else (sinks[head].double() - scores.max()).exp())

@@ -23,7 +23,7 @@ from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
 from workbench.nn.delta_rule import delta_rule
 from workbench.nn.linear import Linear
-from workbench.nn.norm import GatedRMSNorm
+from workbench.nn.norm import GatedRMSNorm, unit_length
 from workbench.nn.precision import Precision, as_float
 from workbench.nn.rewind import HeldRows
 from workbench.nn.short_conv import ShortConv
@@ -73,7 +73,8 @@ class KDA(nn.Module):
             as_float(self._heads(conv(new, segments, old)))
             for conv, new, old in zip(convs, inputs, before, strict=True)
         )
-        q, k = self._unit(q) * self.spec.head_dim**-0.5, self._unit(k)
+        eps = self.spec.l2_eps
+        q, k = unit_length(q, eps) * self.spec.head_dim**-0.5, unit_length(k, eps)
         g = self._log_decay(self.f_b_proj(self.tp.enter(low_rank)))
         beta = torch.sigmoid(as_float(self.b_proj(x)))
         output, state = self._delta_rule(q, k, v, g, beta, state, segments)
@@ -84,20 +85,16 @@ class KDA(nn.Module):
             if segments.tentative:
                 rows, settled = segments.tentative_rows, segments.settled
                 held = HeldRows(torch.stack(inputs, 1)[rows], k[rows], v[rows], g[rows], beta[rows])
-                cache.hold_kda(self.layer_idx, segments, held)
-                cache.write_kda(self.layer_idx, segments.slot_index[settled], after[settled], state[settled])
+                cache.hold_state(self.layer_idx, segments, held)
+                cache.write_state(self.layer_idx, segments.slot_index[settled], after[settled], state[settled])
             else:
-                cache.write_kda(self.layer_idx, segments.slot_index, after, state)
+                cache.write_state(self.layer_idx, segments.slot_index, after, state)
         gate = self.g_proj(x) if gate_rank is None else self.g_b_proj(self.tp.enter(gate_rank))
         gated = self.o_norm(output.to(x.dtype), self._heads(gate))
         return self.tp.reduce(self.o_proj(gated.flatten(-2)))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.spec.head_dim))
-
-    def _unit(self, x: Tensor) -> Tensor:
-        """Unit length; eps joins the SUM of squares (on the mean it would weigh D times as much)."""
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + self.spec.l2_eps)
 
     def _log_decay(self, z: Tensor) -> Tensor:
         """(T, C) -> (T, H, D) in (bound, 0); not a clamp: a sigmoid whose steepness exp(A_log) each head learns."""
@@ -126,7 +123,7 @@ class KDA(nn.Module):
     ) -> tuple[tuple[Tensor, ...] | tuple[None, ...], Tensor]:
         """Inputs of q, k and v before the first new token (S, C, K-1) and state (S, H, D, D); else None and zeros."""
         if cache is not None:
-            before, state = cache.read_kda(self.layer_idx, segments.slot_index, segments.is_fresh)
+            before, state = cache.read_state(self.layer_idx, segments.slot_index, segments.is_fresh)
             return before.unbind(1), state
         num, heads, dim = segments.num_sequences, self.A_log.shape[0], self.spec.head_dim
         return (None, None, None), as_float(x).new_zeros((num, heads, dim, dim))

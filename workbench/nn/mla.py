@@ -10,6 +10,9 @@ the latent, V value width.
 
 `scale` is (N + P)^-1/2, times YaRN's where the family has that; the gate is there where the family has one.
 
+Where the family has an indexer (`indexer.py`), a token attends to those that it picked, and a layer without one of its
+own to those that the last layer with one picked.
+
 Naive form: expand k and v of every token (prefill). Absorbed form: q_h^T W_k c = (W_k^T q_h)^T c, so all heads attend
 to the cached rows themselves (decode). Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
@@ -23,6 +26,7 @@ from torch.nn import functional as F
 from workbench.base import UnsupportedModelError
 from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
+from workbench.nn.indexer import Indexer, choose_tokens
 from workbench.nn.linear import Linear
 from workbench.nn.norm import RMSNorm
 from workbench.nn.precision import Precision, as_float
@@ -52,13 +56,18 @@ class MLA(nn.Module):
         self.kv_a_proj = Linear(spec.cache_dim, dim, scheme=scheme, dtype=dtype)
         self.kv_a_norm = RMSNorm(spec.kv_rank, spec.latent_norm_eps, dtype)
         self.kv_b_proj = Linear(spec.num_heads * (spec.nope_dim + spec.v_dim), spec.kv_rank, dtype=dtype)
+        self.indexer: Indexer | None = None
+        if spec.indexer is not None and spec.indexer.owns_choice:
+            self.indexer = Indexer(spec.indexer, dim, spec.q_rank, dtype)
         self.g_proj = Linear(out_width, dim, scheme=scheme, dtype=dtype) if spec.has_output_gate else None
         self.o_proj = Linear(dim, out_width, scheme=scheme, dtype=dtype)
         self.tp: TensorParallel = LOCAL
 
     def forward(self, x: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
         # Latents are computed whole by every rank; the split region begins where heads do.
-        q = self._queries(x).unflatten(-1, (-1, self.spec.qk_dim))
+        q_latent = self.q_a_norm(self.q_a_proj(x)) if self.spec.q_rank else None
+        q_rows = self.q_proj(self.tp.enter(x)) if q_latent is None else self.q_b_proj(self.tp.enter(q_latent))
+        q = q_rows.unflatten(-1, (-1, self.spec.qk_dim))  # (T, H, N + P)
         c, shared_key = self.kv_a_proj(x).split([self.spec.kv_rank, self.spec.rope_dim], -1)
         if (rope := self.spec.rope) is not None and self.spec.has_rotary:
             table = rotary_table(rope, segments)
@@ -69,14 +78,45 @@ class MLA(nn.Module):
         if cache is not None:
             cache.append_latent(self.layer_idx, segments.token_slots, segments.positions, latent)
         gate = None if self.g_proj is None else torch.sigmoid(self.g_proj(self.tp.enter(x)))
-        attended = self._attend(q, latent, segments, cache).flatten(-2)
+        if self.spec.indexer is None:
+            attended = self._attend(q, latent, segments, cache).flatten(-2)
+        else:
+            if self.indexer is not None:
+                assert q_latent is not None
+                segments.choice = self._choose(x, q_latent, segments, cache)
+            attended = self._attend_chosen(q, latent, segments, cache).flatten(-2)
         return self.tp.reduce(self.o_proj(attended if gate is None else attended * gate))
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """(T, D) -> (T, H * (N + P)), before the rotation."""
-        if not self.spec.q_rank:
-            return self.q_proj(self.tp.enter(x))
-        return self.q_b_proj(self.tp.enter(self.q_a_norm(self.q_a_proj(x))))
+    def _choose(self, x: Tensor, q_latent: Tensor, segments: Segments, cache: Cache | None) -> list[Tensor]:
+        """(n, L) bool of every sequence: which of its L tokens each of its n new ones reads."""
+        assert self.indexer is not None
+        assert self.spec.rope is not None
+        table = rotary_table(self.spec.rope, segments)
+        keys = self.indexer.keys(x, table)
+        q, weights = self.indexer.queries(x, q_latent, table)
+        if cache is not None:
+            cache.append_index(self.layer_idx, segments.token_slots, segments.positions, keys)
+        choice = []
+        for s in range(segments.num_sequences):
+            rows, length = segments.rows_of(s), segments.starts[s] + segments.lengths[s]
+            known = keys[rows] if cache is None else cache.index_view(self.layer_idx, segments.slots[s], length)
+            choice.append(choose_tokens(q[rows], weights[rows], known, self.indexer.spec.top_k))
+        return choice
+
+    def _attend_chosen(self, q: Tensor, latent: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
+        """As `_attend`, reading chosen tokens alone; one new token reads their rows and no others."""
+        kv_b, pieces = self.kv_b_proj.dense(q.dtype), []
+        if segments.choice is None:
+            raise UnsupportedModelError("this layer follows the choice of an indexer that stands on another stage")
+        for s, chosen in enumerate(segments.choice):
+            rows, length = segments.rows_of(s), segments.starts[s] + segments.lengths[s]
+            context = latent[rows] if cache is None else cache.latent_view(self.layer_idx, segments.slots[s], length)
+            if len(chosen) == 1:
+                own = context[chosen[0]][None]
+                pieces.append(absorbed_attention(q[rows], own, segments.table([own.shape[1]]), kv_b, self.spec))
+            else:
+                pieces.append(naive_attention(q[rows], context, kv_b, self.spec, is_seen=chosen))
+        return torch.cat(pieces) if pieces else q.new_zeros(0, q.shape[1], self.spec.v_dim)
 
     def _attend(self, q: Tensor, latent: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
         """(T, H, N + P), (T, R + P) -> (T, H, V), each sequence for itself."""
@@ -105,12 +145,15 @@ class MLA(nn.Module):
         return absorbed_attention(q[rows], context, segments.table(visible), kv_b, self.spec)
 
 
-def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec) -> Tensor:
-    """Causal attention of the last n of L tokens: (n, H, N + P), (L, R + P), kv_b (H * (N + V), R) -> (n, H, V)."""
+def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, *, is_seen: Tensor | None = None) -> Tensor:
+    """Causal attention of the last n of L tokens: (n, H, N + P), (L, R + P), kv_b (H * (N + V), R) -> (n, H, V).
+
+    `is_seen` (n, L) bool narrows down what each reads, and says what is causal then.
+    """
     num_new, num_all = q.shape[0], latent.shape[0]
     keys, values = _expand(latent, kv_b, spec)
-    mask = None
-    if num_new < num_all:  # token i of the new ones stands at num_all - num_new + i
+    mask = is_seen
+    if mask is None and num_new < num_all:  # token i of the new ones stands at num_all - num_new + i
         mask = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device).tril(num_all - num_new)
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
     attended = F.scaled_dot_product_attention(

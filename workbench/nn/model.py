@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from workbench.base import RequestError, UnsupportedModelError
 from workbench.nn.batch import Segments, TokenBatch
 from workbench.nn.cache import Cache
+from workbench.nn.delta_net import DeltaNet
 from workbench.nn.ffn import GatedFFN
 from workbench.nn.gqa import GQA
 from workbench.nn.kda import KDA
@@ -24,7 +25,7 @@ from workbench.nn.projector import Projector
 from workbench.nn.residual import ResidualMix, ResidualStream
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.nn.vision import Grid, VisionTower
-from workbench.spec import DenseFFNSpec, GQASpec, KDASpec, MLASpec, ModelSpec, require_runnable
+from workbench.spec import DenseFFNSpec, GatedDeltaSpec, GQASpec, KDASpec, MLASpec, ModelSpec, require_runnable
 
 __all__ = ["DecoderLayer", "Embedding", "Head", "Model", "TiedHead"]
 
@@ -81,15 +82,17 @@ class DecoderLayer(nn.Module):
         super().__init__()
         layer, dim, dtype, residual = spec.layers[layer_idx], spec.hidden_size, precision.dtype, spec.residual
         self.starts_block = residual is not None and layer_idx % residual.block_size == 0
-        self.mixer_norm = RMSNorm(dim, spec.norm_eps, dtype)
-        self.ffn_norm = RMSNorm(dim, spec.norm_eps, dtype)
+        self.mixer_norm = RMSNorm(dim, spec.norm_eps, dtype, offset=spec.norm_offset)
+        self.ffn_norm = RMSNorm(dim, spec.norm_eps, dtype, offset=spec.norm_offset)
         self.mixer_res = ResidualMix(dim, residual.norm_eps, dtype) if residual else None
         self.ffn_res = ResidualMix(dim, residual.norm_eps, dtype) if residual else None
-        self.mixer: KDA | MLA | GQA
+        self.mixer: KDA | MLA | GQA | DeltaNet
         if isinstance(layer.mixer, KDASpec):
             self.mixer = KDA(layer.mixer, dim, layer_idx, precision)
         elif isinstance(layer.mixer, GQASpec):
             self.mixer = GQA(layer.mixer, dim, layer_idx, precision)
+        elif isinstance(layer.mixer, GatedDeltaSpec):
+            self.mixer = DeltaNet(layer.mixer, dim, layer_idx, precision)
         else:
             assert isinstance(layer.mixer, MLASpec)
             self.mixer = MLA(layer.mixer, dim, layer_idx, precision)
@@ -140,7 +143,7 @@ class Model(nn.Module):
         # Keyed by the layer's number in the whole model, so that names are the same on every stage.
         self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, i, self.precision) for i in self.layer_range})
         self.final_res = ResidualMix(dim, residual.norm_eps, self.dtype) if has_head and residual else None
-        self.final_norm = RMSNorm(dim, spec.norm_eps, self.dtype) if has_head else None
+        self.final_norm = RMSNorm(dim, spec.norm_eps, self.dtype, offset=spec.norm_offset) if has_head else None
         self.head: Head | TiedHead | None = None
         if has_head:
             is_tied_here = spec.is_tied and self.embed is not None
@@ -165,20 +168,37 @@ class Model(nn.Module):
             cache.check(batch)
         elif any(batch.starts):
             raise RequestError(f"sequences that start at {batch.starts} need a cache")
+        if batch.image_rows is not None and batch.rope_positions is None and self.spec.has_mrope:
+            raise RequestError("a batch with images needs `rope_positions`: this model's positions have three axes")
         segments = Segments(batch)
         stream = self._enter(batch, payload)
-        for layer in self.layers.values():
+        added = self._deepstack(batch)
+        for layer_idx, layer in zip(self.layer_range, self.layers.values(), strict=True):
             stream = layer(stream, segments, cache)
+            if layer_idx < len(added):
+                stream = stream.add(added[layer_idx])
         if self.head is None or self.final_norm is None:
             return stream.payload()
         h = stream.rows(batch.logit_rows).mix(self.final_res)
         return self.head(self.final_norm(h))
 
     def encode_images(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """(N, 3, p, p) float in [-1, 1] and one (frames, rows, columns) of patches per image -> (tokens, D)."""
+        """(N, 3, p, p) float in [-1, 1] and one (frames, rows, columns) of patches per image -> (tokens, D).
+
+        With n states of DeepStack (tokens, (1 + n) D): what is embedded, then what joins the first n layers' outputs.
+        """
         if self.vision is None or self.projector is None:
             raise UnsupportedModelError("this stage or model has no vision tower")
         return self.projector(self.vision(patches, grids))
+
+    def _deepstack(self, batch: TokenBatch) -> list[Tensor]:
+        """(T, D) to add to the output of each of the first layers, zeros where no image is; empty without images."""
+        features, num = batch.image_features, len(self.spec.vision.deepstack) if self.spec.vision else 0
+        if not num or features is None or batch.image_rows is None or self.layer_range.start >= num:
+            return []
+        rows = batch.image_rows
+        states = features.to(self.dtype).split(self.spec.hidden_size, -1)[1:]
+        return [x.new_zeros(batch.num_tokens, x.shape[-1]).index_copy(0, rows, x) for x in states]
 
     def _enter(self, batch: TokenBatch, payload: Tensor | None) -> ResidualStream:
         if self.embed is None:
@@ -189,5 +209,6 @@ class Model(nn.Module):
         if batch.zero_rows is not None:
             x = x.index_fill(0, batch.zero_rows, 0)
         if batch.image_rows is not None and batch.image_features is not None:
-            x = x.index_copy(0, batch.image_rows, batch.image_features.to(x.dtype))
+            own = batch.image_features[:, : self.spec.hidden_size]
+            x = x.index_copy(0, batch.image_rows, own.to(x.dtype))
         return ResidualStream((), x)

@@ -34,13 +34,14 @@ class Experts(nn.Module):
     """The routed experts held here, stacked. w1 gate and w3 up (E, F, L), w2 down (E, L, F), each with a bias or not.
 
     `adds_down_bias`: whether this rank is the one, of those that share an expert's width, that adds the bias of w2.
+    `scales_input`: an expert's weight scales what it reads, not what it gives, which its activation tells apart.
     """
 
     def __init__(self, spec: MoESpec, precision: Precision):
         super().__init__()
         scheme, dtype = precision.expert_scheme, precision.dtype
         num, up, down = spec.num_experts, (spec.width, spec.latent_dim), (spec.latent_dim, spec.width)
-        self.activation = spec.activation
+        self.activation, self.scales_input = spec.activation, spec.scales_input
         self.adds_down_bias = True
         self.w1 = StackedLinear(num, *up, scheme=scheme, dtype=dtype, has_bias=spec.has_expert_bias)
         self.w2 = StackedLinear(num, *down, scheme=scheme, dtype=dtype, has_bias=spec.has_expert_bias)
@@ -57,11 +58,14 @@ class Experts(nn.Module):
         """
         order, counts = group_by_expert(slots, self.num_local)
         by_expert = RowMap(order, slots.numel())
-        grouped = by_expert(x[:, None].expand(-1, slots.shape[1], -1).flatten(0, 1))
+        each = x[:, None].expand(-1, slots.shape[1], -1)
+        if self.scales_input:
+            each = (as_float(each) * weights[..., None]).to(x.dtype)
+        grouped = by_expert(each.flatten(0, 1))
         pieces = self.each(grouped, counts)
         # Without any token the result still depends on x: every rank takes part in the collectives of the backward.
         outputs = by_expert.back(torch.cat(pieces) if pieces else grouped).view(*slots.shape, x.shape[-1])
-        return (as_float(outputs) * weights[..., None]).sum(1)
+        return (as_float(outputs) * (1.0 if self.scales_input else weights[..., None])).sum(1)
 
     def each(self, grouped: Tensor, counts: list[int]) -> list[Tensor]:
         """Every expert on its own rows, one after another: (sum of counts, L) -> results of those that have any."""
@@ -125,7 +129,7 @@ class MoE(nn.Module):
 
     The norm needs the complete sum of experts, so `dispatch` ends with a reduction of its own; what follows the norm is
     split by columns and joins the shared experts' reduction. Without a latent width the sum of experts is the result,
-    and without shared experts nothing joins it.
+    and without shared experts nothing joins it. Where the family has a gate for them, its sigmoid scales their part.
     """
 
     def __init__(self, spec: MoESpec, dim: int, precision: Precision):
@@ -139,6 +143,7 @@ class MoE(nn.Module):
         self.shared: GatedFFN | None = None
         if spec.shared_width:
             self.shared = GatedFFN(dim, spec.shared_width, spec.activation, precision, is_partial=True)
+        self.shared_gate = Linear(1, dim, dtype=dtype) if spec.has_shared_gate else None
         self.dispatch: ExpertDispatch = LocalDispatch()
         self.tp: TensorParallel = LOCAL
 
@@ -147,6 +152,12 @@ class MoE(nn.Module):
         latent = x if self.latent_in is None else self.latent_in(x)
         combined = self.latent_norm(self.dispatch(latent, expert_ids, weights, self.experts).to(x.dtype))
         if self.latent_out is None:
-            return combined if self.shared is None else combined + self.tp.reduce(self.shared(x))
+            return combined if self.shared is None else combined + self.tp.reduce(self._shared(x))
         routed = self.latent_out(self.tp.split(combined, -1))
-        return self.tp.reduce(routed if self.shared is None else routed + self.shared(x))
+        return self.tp.reduce(routed if self.shared is None else routed + self._shared(x))
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """This rank's share of the shared experts' sum: (T, D) -> (T, D)."""
+        assert self.shared is not None
+        y = self.shared(x)
+        return y if self.shared_gate is None else y * self.tp.enter(torch.sigmoid(self.shared_gate(x)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +11,17 @@ from torch import Tensor, nn
 from workbench.nn.precision import as_float
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 
-__all__ = ["AcrossHeadsRMSNorm", "GatedRMSNorm", "HeadRMSNorm", "RMSNorm", "normalise"]
+__all__ = ["AcrossHeadsRMSNorm", "GatedRMSNorm", "HeadRMSNorm", "RMSNorm", "norm_of", "normalise", "unit_length"]
 
 
 def normalise(x: Tensor, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) over the last dimension, in float32."""
     return _Normalise.apply(as_float(x), eps)
+
+
+def unit_length(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension: on the mean, eps would weigh D times as much."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 class _Normalise(torch.autograd.Function):
@@ -36,32 +42,47 @@ class _Normalise(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """y = weight * cast(normalised x): rounded to the dtype of `x` before the weight multiplies."""
+    """y = weight * cast(normalised x): rounded to the dtype of `x` before the weight multiplies.
 
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype = torch.float32):
+    Where the files hold the weight's difference from an `offset`, y = cast((offset + weight) * normalised x): the sum
+    needs more digits than a weight near zero is stored in.
+    """
+
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype = torch.float32, *, offset: float = 0.0):
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * normalise(x, self.eps).to(x.dtype)
+        return self._weighted(x, self.weight)
+
+    def _weighted(self, x: Tensor, weight: Tensor) -> Tensor:
+        normed = normalise(x, self.eps)
+        if self.offset:
+            return (normed * (as_float(weight) + self.offset)).to(x.dtype)
+        return weight * normed.to(x.dtype)
+
+
+def norm_of(kind: str, dim: int, eps: float, dtype: torch.dtype) -> RMSNorm | nn.LayerNorm:
+    """A norm as a spec calls it: "rms" or "layer"."""
+    return RMSNorm(dim, eps, dtype) if kind == "rms" else nn.LayerNorm(dim, eps, dtype=dtype)
 
 
 class GatedRMSNorm(nn.Module):
-    """y = weight * normalised x * sigmoid(gate), all in float32 and rounded once to the dtype of `gate`.
+    """y = weight * normalised x * activation(gate), all in float32 and rounded once to the dtype of `gate`.
 
     One weight serves every head, so under tensor parallelism its gradient is the sum over the ranks' heads.
     """
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int, eps: float, activation: Callable[[Tensor], Tensor] = torch.sigmoid):
         super().__init__()
-        self.eps = eps
+        self.eps, self.activation = eps, activation
         self.weight = nn.Parameter(torch.empty(dim, dtype=torch.float32))
         self.tp: TensorParallel = LOCAL
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """(T, H, D), (T, H, D) -> (T, H, D)."""
-        return (self.tp.enter(self.weight) * normalise(x, self.eps) * torch.sigmoid(as_float(gate))).to(gate.dtype)
+        return (self.tp.enter(self.weight) * normalise(x, self.eps) * self.activation(as_float(gate))).to(gate.dtype)
 
 
 class HeadRMSNorm(RMSNorm):
@@ -70,12 +91,12 @@ class HeadRMSNorm(RMSNorm):
     Under tensor parallelism its gradient is the sum over the ranks' heads.
     """
 
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype = torch.float32):
-        super().__init__(dim, eps, dtype)
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype = torch.float32, *, offset: float = 0.0):
+        super().__init__(dim, eps, dtype, offset=offset)
         self.tp: TensorParallel = LOCAL
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tp.enter(self.weight) * normalise(x, self.eps).to(x.dtype)
+        return self._weighted(x, self.tp.enter(self.weight))
 
 
 class AcrossHeadsRMSNorm(nn.Module):

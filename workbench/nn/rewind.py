@@ -8,7 +8,8 @@ its `start` how many of the tokens came true, and those are replayed into the st
     state at 7      [7 8 9 10] are read from it, 9 and 10 wrong      next chunk starts at 9: 7 and 8 are replayed
 
 Latent rows need none of this: a row beyond the end of a sequence is never looked at, and the next chunk overwrites it.
-R tentative rows, S sequences, H heads, D head width, C = H * D.
+R tentative rows, S sequences, H heads, D head width, P convolutions of C channels each. KDA has three, for q, k and v,
+and a decay per key channel; a delta net one, and a decay per head.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ __all__ = ["HeldChunks", "HeldRows", "Span", "settle"]
 class HeldRows:
     """What the tentative rows would do to one layer's state."""
 
-    inputs: Tensor  # (R, 3 of q k v, C) before the convolutions
-    k: Tensor  # (R, H, D)
-    v: Tensor  # (R, H, D)
-    g: Tensor  # (R, H, D)
+    inputs: Tensor  # (R, P, C) before the convolutions
+    k: Tensor  # (R, H, Dk)
+    v: Tensor  # (R, H, Dv)
+    g: Tensor  # (R, H, Dk or 1)
     beta: Tensor  # (R, H)
 
 
@@ -65,14 +66,14 @@ class HeldChunks:
         return cls(spans)
 
 
-class KDATables(Protocol):
+class StateTables(Protocol):
     """What replaying needs of a cache."""
 
-    def read_kda(self, layer_idx: int, slots: Tensor, is_fresh: Tensor) -> tuple[Tensor, Tensor]: ...
-    def write_kda(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None: ...
+    def read_state(self, layer_idx: int, slots: Tensor, is_fresh: Tensor) -> tuple[Tensor, Tensor]: ...
+    def write_state(self, layer_idx: int, slots: Tensor, conv: Tensor, state: Tensor) -> None: ...
 
 
-def settle(held: HeldChunks, starts: Mapping[int, int], cache: KDATables, device: torch.device) -> None:
+def settle(held: HeldChunks, starts: Mapping[int, int], cache: StateTables, device: torch.device) -> None:
     """Replay what came true into the slots that go on at `starts`; they are no longer among the held ones then.
 
     Raises RequestError for a slot that goes on before its held tokens or beyond them.
@@ -101,10 +102,10 @@ def settle(held: HeldChunks, starts: Mapping[int, int], cache: KDATables, device
     segments = Segments(batch)
     rows = segments.table(span.first + i for span, count in true.values() for i in range(count))
     for layer_idx, each in held.layers.items():
-        before, state = cache.read_kda(layer_idx, segments.slot_index, segments.is_fresh)
+        before, state = cache.read_state(layer_idx, segments.slot_index, segments.is_fresh)
         k = each.k[rows]
         _, state = delta_rule(k, k, each.v[rows], each.g[rows], each.beta[rows], state, segments)  # nothing is asked: q
         tails = [
             tail_of(new, segments, old) for new, old in zip(each.inputs[rows].unbind(1), before.unbind(1), strict=True)
         ]
-        cache.write_kda(layer_idx, segments.slot_index, torch.stack(tails, 1), state)
+        cache.write_state(layer_idx, segments.slot_index, torch.stack(tails, 1), state)

@@ -2,11 +2,13 @@
 
 Patches of all images lie one behind another, each image row-major over its grid of (frames, rows, columns); every step
 but attention works on all of them at once. Positions come twice: a learned grid, resized to each image, is added to the
-patch vectors, and rotary angles turn queries and keys by column and row.
+patch vectors, and rotary angles turn queries and keys by column and row. What towers differ in, `VisionSpec` says.
 
-    N patches of all images, H heads, P pairs per head (half the head width), C width, m merge size
+    N patches of all images, H heads, P pairs per head (half the head width), C width, m merge size,
+    n states of DeepStack
 
-Source: the published K3 modelling file (MoonViT). The grid is resized with align_corners=False, without antialiasing.
+Sources: the published K3 modelling file (MoonViT), transformers' kimi_k25 and qwen3_vl. The grid is resized without
+antialiasing.
 """
 
 from __future__ import annotations
@@ -21,48 +23,65 @@ from torch.nn import functional as F
 
 from workbench.base import ImageError
 from workbench.nn.linear import Linear
-from workbench.nn.norm import RMSNorm
+from workbench.nn.norm import norm_of
 from workbench.nn.precision import as_float
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.spec import VisionSpec
 
-__all__ = ["Grid", "VisionBlock", "VisionTower", "frame_table", "merge_patches", "rotary_angles", "rotate_pairs"]
+__all__ = [
+    "Grid",
+    "VisionBlock",
+    "VisionTower",
+    "frame_table",
+    "merge_patches",
+    "rotary_angles",
+    "rotate_halves",
+    "rotate_pairs",
+]
 
 Grid = tuple[int, int, int]  # frames, rows, columns of patches
 
 
 class PatchEmbed(nn.Module):
-    """Convolution whose stride equals its size, which is one matrix product per patch: (N, 3, p, p) -> (N, C)."""
+    """Convolution whose stride equals its size, which is one matrix product per patch: (N, 3, p, p) -> (N, C).
+
+    Patches of t > 1 frames are (N, 3, t, p, p).
+    """
 
     def __init__(self, spec: VisionSpec, dtype: torch.dtype):
         super().__init__()
-        p = spec.patch_size
-        self.weight = nn.Parameter(torch.empty(spec.hidden_size, 3, p, p, dtype=dtype))
+        p, frames = spec.patch_size, () if spec.temporal_patch == 1 else (spec.temporal_patch,)
+        self.weight = nn.Parameter(torch.empty(spec.hidden_size, 3, *frames, p, p, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(spec.hidden_size, dtype=dtype)) if spec.has_bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches.to(self.weight.dtype).flatten(1), self.weight.flatten(1))
+        return F.linear(patches.to(self.weight.dtype).flatten(1), self.weight.flatten(1), self.bias)
 
 
 class PositionGrid(nn.Module):
-    """Learned vectors on a grid of rows and columns, resized bilinearly to the image; frames add a fixed table."""
+    """Learned vectors on a grid of rows and columns, resized to the image; frames add a fixed table."""
 
     def __init__(self, spec: VisionSpec, dtype: torch.dtype):
         super().__init__()
-        self.num_frames = spec.num_frames
-        self.weight = nn.Parameter(torch.empty(spec.grid_height, spec.grid_width, spec.hidden_size, dtype=dtype))
+        self.spec = spec
+        grid = (spec.grid_height, spec.grid_width)
+        shape = (math.prod(grid),) if spec.has_flat_grid else grid
+        self.weight = nn.Parameter(torch.empty(*shape, spec.hidden_size, dtype=dtype))
 
     def forward(self, grid: Grid) -> Tensor:
         """(frames * rows * columns, C) in the dtype of the weight."""
         frames, rows, columns = grid
-        table: Tensor = self.weight
+        table: Tensor = self.weight.view(self.spec.grid_height, self.spec.grid_width, -1)
         if table.shape[:2] != (rows, columns):
             planes = as_float(table).permute(2, 0, 1).unsqueeze(0)
-            resized = F.interpolate(planes, size=(rows, columns), mode="bilinear", align_corners=False)
+            resized = F.interpolate(
+                planes, size=(rows, columns), mode=self.spec.resize, align_corners=self.spec.aligns_corners
+            )
             table = resized.squeeze(0).permute(1, 2, 0).to(table.dtype)
         table = table.flatten(0, 1)
         if frames == 1:
             return table
-        times = frame_table(self.num_frames, table.shape[1], device=table.device)[:frames].to(table.dtype)
+        times = frame_table(self.spec.num_frames, table.shape[1], device=table.device)[:frames].to(table.dtype)
         return (times[:, None] + table).flatten(0, 1)
 
 
@@ -75,25 +94,27 @@ class VisionBlock(nn.Module):
 
     def __init__(self, spec: VisionSpec, dtype: torch.dtype):
         super().__init__()
-        self.head_dim = spec.head_dim
-        self.norm0 = RMSNorm(spec.hidden_size, spec.norm_eps, dtype)
-        self.wqkv = Linear(3 * spec.qkv_width, spec.hidden_size, dtype=dtype)
-        self.wo = Linear(spec.hidden_size, spec.qkv_width, dtype=dtype)
-        self.norm1 = RMSNorm(spec.hidden_size, spec.norm_eps, dtype)
-        self.fc0 = Linear(spec.ffn_width, spec.hidden_size, dtype=dtype)
-        self.fc1 = Linear(spec.hidden_size, spec.ffn_width, dtype=dtype)
+        self.head_dim, bias = spec.head_dim, spec.has_bias
+        self.rotates_halves = spec.rotates_halves
+        self.norm0 = norm_of(spec.norm, spec.hidden_size, spec.norm_eps, dtype)
+        self.wqkv = Linear(3 * spec.qkv_width, spec.hidden_size, dtype=dtype, has_bias=bias)
+        self.wo = Linear(spec.hidden_size, spec.qkv_width, dtype=dtype, has_bias=bias)
+        self.norm1 = norm_of(spec.norm, spec.hidden_size, spec.norm_eps, dtype)
+        self.fc0 = Linear(spec.ffn_width, spec.hidden_size, dtype=dtype, has_bias=bias)
+        self.fc1 = Linear(spec.hidden_size, spec.ffn_width, dtype=dtype, has_bias=bias)
         self.tp: TensorParallel = LOCAL
 
     def forward(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
         """`angles` (N, P) of rotary positions; `lengths` patches of each image, in order."""
         x = x + self._attention(self.norm0(x), angles, lengths)
         hidden = F.gelu(self.fc0(self.tp.enter(self.norm1(x))), approximate="tanh")
-        return x + self.tp.reduce(self.fc1(hidden))
+        return x + self._reduced(self.fc1, hidden)
 
     def _attention(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
         qkv = self.wqkv(self.tp.enter(x)).unflatten(-1, (3, -1, self.head_dim))  # (N, 3, H, head_dim)
         qk, v = qkv.split([2, 1], 1)
-        turned = rotate_pairs(qk.flatten(1, 2), angles).view(qk.shape)
+        turn = rotate_halves if self.rotates_halves else rotate_pairs
+        turned = turn(qk.flatten(1, 2), angles).view(qk.shape)
         # Neighbours of equal size share a call: no mask, no padding, and each image is computed for itself.
         runs = [(length, len(list(run))) for length, run in groupby(lengths)]
         sizes = [length * num_images for length, num_images in runs]
@@ -103,7 +124,12 @@ class VisionBlock(nn.Module):
             query, key, value = (x.unflatten(0, (num_images, length)).transpose(1, 2) for x in packed)
             attended = F.scaled_dot_product_attention(query, key, value)  # (images, H, length, head_dim)
             mixed.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
-        return self.tp.reduce(self.wo(torch.cat(mixed)))
+        return self._reduced(self.wo, torch.cat(mixed))
+
+    def _reduced(self, linear: Linear, x: Tensor) -> Tensor:
+        """The sum over ranks, with the bias added once."""
+        y = self.tp.reduce(linear.product(x))
+        return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
 
 class VisionTower(nn.Module):
@@ -115,27 +141,37 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbed(spec, dtype)
         self.pos_embed = PositionGrid(spec, dtype)
         self.blocks = nn.ModuleList(VisionBlock(spec, dtype) for _ in range(spec.num_layers))
-        self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype)
+        self.final_norm: nn.Module = nn.Identity()
+        if spec.has_final_norm:
+            self.final_norm = norm_of(spec.norm, spec.hidden_size, spec.norm_eps, dtype)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """(N, 3, p, p) normalised patches -> (tokens, m * m, C) in the dtype of the weights; frames are averaged.
+
+        With DeepStack the states after its layers come as further groups: (tokens, (1 + n) * m * m, C).
 
         Raises ImageError where a grid does not merge evenly, has too many frames, or all grids together are not N.
         """
         check_grids(self.spec, grids, num_patches=patches.shape[0])
         x = self.patch_embed(patches)
         if not grids:
-            return x.new_zeros(0, self.spec.merge_size**2, self.spec.hidden_size)
+            groups = 1 + len(self.spec.deepstack)
+            return x.new_zeros(0, groups * self.spec.merge_size**2, self.spec.hidden_size)
         x = x + torch.cat([self.pos_embed(grid) for grid in grids])
         dtype = torch.promote_types(x.dtype, torch.float32)
         angles = torch.cat([rotary_angles(self.spec, grid, device=x.device, dtype=dtype) for grid in grids])
         lengths = [math.prod(grid) for grid in grids]
-        for block in self.blocks:
+        states = []
+        for layer_idx, block in enumerate(self.blocks):
             x = block(x, angles, lengths)
-        parts = self.final_norm(x).split(lengths)
-        return torch.cat(
-            [merge_patches(part, grid, self.spec.merge_size) for part, grid in zip(parts, grids, strict=True)]
-        )
+            if layer_idx in self.spec.deepstack:
+                states.append(self._merged(x, grids, lengths))
+        return torch.cat([self._merged(self.final_norm(x), grids, lengths), *states], 1)
+
+    def _merged(self, x: Tensor, grids: Sequence[Grid], lengths: Sequence[int]) -> Tensor:
+        """(N, C) -> (tokens, m * m, C)."""
+        parts = zip(x.split(lengths), grids, strict=True)
+        return torch.cat([merge_patches(part, grid, self.spec.merge_size) for part, grid in parts])
 
 
 def check_grids(spec: VisionSpec, grids: Sequence[Grid], *, num_patches: int) -> None:
@@ -163,14 +199,21 @@ def frame_table(num_frames: int, dim: int, *, device: torch.device | None = None
 def rotary_angles(
     spec: VisionSpec, grid: Grid, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Angle of each pair of each patch, (frames * rows * columns, P): even pairs turn by column, odd pairs by row."""
+    """Angle of each pair of each patch, (frames * rows * columns, P).
+
+    Even pairs turn by column and odd ones by row; where halves are rotated, the first half by row and the second by
+    column.
+    """
     frames, rows, columns = grid
     steps = torch.arange(0, spec.head_dim, 4, device=device, dtype=dtype)
     rates = 1.0 / spec.rope_theta ** (steps / spec.head_dim)
     by_row = torch.arange(rows, device=device, dtype=dtype)[:, None, None] * rates
     by_column = torch.arange(columns, device=device, dtype=dtype)[None, :, None] * rates
-    both = torch.stack(torch.broadcast_tensors(by_column, by_row), dim=-1)  # (rows, columns, P / 2, 2)
-    return both.flatten(2).flatten(0, 1).repeat(frames, 1)
+    by_column, by_row = torch.broadcast_tensors(by_column, by_row)
+    both = torch.cat([by_row, by_column], -1)
+    if not spec.rotates_halves:
+        both = torch.stack([by_column, by_row], -1).flatten(2)  # (rows, columns, P / 2, 2), then (rows, columns, P)
+    return both.flatten(0, 1).repeat(frames, 1)
 
 
 def rotate_pairs(x: Tensor, angles: Tensor) -> Tensor:
@@ -181,6 +224,13 @@ def rotate_pairs(x: Tensor, angles: Tensor) -> Tensor:
     turns = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
     pairs = torch.view_as_complex(as_float(x).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+
+
+def rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
+    """The same of pairs (x0, xP), (x1, xP+1), ...: (N, H, 2P), (N, P) -> (N, H, 2P), in float32."""
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    a, b = as_float(x).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 def merge_patches(x: Tensor, grid: Grid, m: int) -> Tensor:

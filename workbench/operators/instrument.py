@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from workbench.nn.delta_net import DeltaNet
 from workbench.nn.gqa import GQA
 from workbench.nn.kda import KDA
 from workbench.nn.linear import MatrixStore
@@ -31,6 +32,7 @@ __all__ = ["instrument"]
 
 AREAS: dict[type[nn.Module], str] = {
     KDA: "linear_attention",
+    DeltaNet: "linear_attention",
     MLA: "attention",
     GQA: "attention",
     Router: "routing",

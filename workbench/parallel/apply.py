@@ -16,7 +16,7 @@ from workbench.parallel.experts import AllToAllDispatch, ReplicatedDispatch
 from workbench.parallel.mesh import RankContext
 from workbench.parallel.tensor_parallel import GroupTensorParallel
 from workbench.placement import Layout, check_layout, local_shape, vision_is_sharded
-from workbench.spec import ModelSpec, MoESpec
+from workbench.spec import MLASpec, ModelSpec, MoESpec
 
 __all__ = ["allocate", "attach", "build_stage", "narrow"]
 
@@ -29,6 +29,7 @@ def build_stage(
     Raises LayoutError where the layout does not fit the model, LoadError for an unknown precision.
     """
     check_layout(spec, layout)
+    _check_indexers(spec, layout)
     pp = layout.coords(rank).pp
     with torch.device("meta"):
         model = Model(
@@ -50,6 +51,17 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
     As `nn.Module.to_empty`, whose `empty_like` of a meta tensor imports sympy: 32 MiB and a second of every rank.
     """
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+
+
+def _check_indexers(spec: ModelSpec, layout: Layout) -> None:
+    """A choice of tokens does not travel between stages."""
+    for stage in layout.stage_layers(spec.num_layers)[1:]:
+        mixer = spec.layers[stage.start].mixer
+        if isinstance(mixer, MLASpec) and mixer.indexer is not None and not mixer.indexer.owns_choice:
+            raise LayoutError(
+                f"pp={layout.pp}: layer {stage.start} begins a stage and follows the choice of an indexer before it",
+                next_step="Cut stages before layers with an indexer of their own",
+            )
 
 
 def narrow(model: nn.Module, spec: ModelSpec, layout: Layout) -> None:

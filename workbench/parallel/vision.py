@@ -22,6 +22,8 @@ Grid = tuple[int, int, int]  # frames, rows, columns, in patches
 def encode_images(model: Model, ctx: RankContext, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
     """Features of all images on every tp rank: patches (N, 3, p, p), one grid per image -> (tokens, D), image order.
 
+    With DeepStack they are wider, see `Model.encode_images`.
+
     For a model whose first stage this is; every rank of the tp group calls it with the same images. Where the tower is
     not split, each rank encodes some of the images and the features are gathered; the tower's gradients then cover
     this rank's images only, see `sum_vision_gradients`. A rank whose own images fail raises after the gather, where the
@@ -43,10 +45,10 @@ def encode_images(model: Model, ctx: RankContext, patches: Tensor, grids: Sequen
             features = model.encode_images(own, [grids[i] for i in mine])
         except Exception as error:
             failure = error
-            shape = (counts[ctx.tp.rank], model.spec.hidden_size)
+            shape = (counts[ctx.tp.rank], model.spec.image_width)
             features = patches.new_full(shape, float("nan"), dtype=model.dtype)
     else:
-        features = patches.new_zeros((0, model.spec.hidden_size), dtype=model.dtype)
+        features = patches.new_zeros((0, model.spec.image_width), dtype=model.dtype)
         features.requires_grad_(torch.is_grad_enabled())  # this rank takes part in the backward of the gather
     arrived = [i for share in shares for i in share]
     gathered = gather_rows(features, counts, ctx.tp).split([tokens[i] for i in arrived])

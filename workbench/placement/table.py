@@ -253,7 +253,13 @@ def _degree(spec: ModelSpec, layout: Layout, axis: Axis, param: str) -> int:
 
 def check_layout(spec: ModelSpec, layout: Layout) -> None:
     """Raises LayoutError naming the first quantity that the layout does not divide."""
-    layout.stage_layers(spec.num_layers)
+    first_stage = layout.stage_layers(spec.num_layers)[0]
+    if spec.vision is not None and len(spec.vision.deepstack) > len(first_stage):
+        raise LayoutError(
+            f"pp={layout.pp}: images join the outputs of the first {len(spec.vision.deepstack)} layers, "
+            f"and the stage with the tower has {len(first_stage)}",
+            next_step="Take fewer stages, or give the first one more layers",
+        )
     _divides("tp", layout.tp, "vocabulary", spec.vocab_size)
     for layer in spec.layers:
         where = f"layer {layer.layer_idx}"

@@ -45,7 +45,7 @@ def decode_bound(
             if role not in _NOT_READ
         )
         caches = cache_need(spec, layout, layers, need, itemsize)
-        read += share * sum(caches.get(role, 0) for role in ("latent", "keys and values", "state"))
+        read += share * sum(caches.get(role, 0) for role in ("latent", "index keys", "keys and values", "state"))
         stages.append(read / bandwidth + len(layers) * reduce_s)
     return max(sum(stages), groups * max(stages))
 

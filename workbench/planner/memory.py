@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from workbench.base import Cell, Quantity, Table, UnsupportedModelError, human
 from workbench.placement import Layout, vision_is_sharded
 from workbench.planner.weights import WeightTable
-from workbench.spec import GQASpec, KDASpec, MLASpec, ModelSpec
+from workbench.spec import GatedDeltaSpec, GQASpec, KDASpec, MLASpec, ModelSpec
 
 if TYPE_CHECKING:
     from workbench.cluster import Hardware, TopologyDevice
@@ -221,6 +221,8 @@ def cache_need(spec: ModelSpec, layout: Layout, layers: range, need: CacheNeed, 
         mixer = spec.layers[layer_idx].mixer
         if isinstance(mixer, MLASpec):
             sizes["latent"] += rows * (mixer.cache_dim * kv + scale)
+            if mixer.indexer is not None and mixer.indexer.owns_choice:
+                sizes["index keys"] += rows * mixer.indexer.head_dim * itemsize
             continue
         if isinstance(mixer, GQASpec):
             # Fewer key-value heads than ranks: each rank keeps the one that its query heads share.
@@ -228,11 +230,14 @@ def cache_need(spec: ModelSpec, layout: Layout, layers: range, need: CacheNeed, 
             # A layer with a window keeps every token as well.
             sizes["keys and values"] += rows * heads * ((mixer.head_dim + mixer.v_dim) * kv + 2 * scale)
             continue
-        if not isinstance(mixer, KDASpec):
+        if isinstance(mixer, KDASpec):
+            channels, values = 3 * mixer.width, mixer.num_heads * mixer.head_dim**2
+        elif isinstance(mixer, GatedDeltaSpec):
+            channels, values = mixer.conv_width, mixer.value_width * mixer.key_dim
+        else:
             raise UnsupportedModelError(f"the cache of {type(mixer).__name__} is not known here")
-        heads = mixer.num_heads // layout.tp
-        state = need.slots * heads * mixer.head_dim**2 * 4
-        convolution = need.slots * 3 * heads * mixer.head_dim * (mixer.conv_size - 1) * itemsize
+        state = need.slots * values // layout.tp * 4
+        convolution = need.slots * channels // layout.tp * (mixer.conv_size - 1) * itemsize
         sizes["state"] += state
         sizes["convolution"] += convolution
         if need.snapshots:

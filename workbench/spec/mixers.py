@@ -53,6 +53,7 @@ class GatedDeltaSpec:
     value_dim: int
     conv_size: int
     norm_eps: float
+    l2_eps: float = 1e-6  # added to the SUM of squares of q and k
 
     @property
     def key_width(self) -> int:
@@ -144,6 +145,7 @@ class GQASpec:
     has_sinks: bool = False  # one learned logit per head joins the softmax
     qk_norm: Literal["none", "head", "full", "l2"] = "none"
     qk_norm_eps: float = 0.0
+    qk_norm_offset: float = 0.0  # added to the weights of these norms, as ModelSpec.norm_offset to all others
     window: int | None = None
     chunk: int | None = None
     value_scale: float = 1.0

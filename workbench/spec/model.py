@@ -150,10 +150,13 @@ class DraftSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionSpec:
-    """Vision transformer over packed patches of images of any size.
+    """Vision transformer over packed patches of images of any size; `kind` is its name, the rest says what it does.
 
-    `moonvit_k3`: RMS norms, no biases. `moonvit`: layer norms and biases. `qwen3_vl`: as that, with a patch of
-    `temporal_patch` frames, and the states after layers `deepstack` added to the first decoder layers.
+    `resize`: how the position grid is brought to an image's size, with its corners on the image's where
+    `aligns_corners`. `rotates_halves`: column i of a head pairs with i + head_dim / 2, pairs turn by row in the first
+    half and by column in the second; otherwise neighbours are pairs, which turn by column and row in turns.
+    `temporal_patch`: frames of one patch; an image is repeated to fill them. `deepstack`: states after these layers are
+    merged for themselves and added to the first decoder layers, at the image's places.
     """
 
     num_layers: int
@@ -169,6 +172,13 @@ class VisionSpec:
     rope_theta: float
     norm_eps: float
     kind: Literal["moonvit_k3", "moonvit", "qwen3_vl"] = "moonvit_k3"
+    norm: Literal["rms", "layer"] = "rms"  # layer norms have biases
+    has_bias: bool = False  # on every matrix
+    has_final_norm: bool = True
+    resize: Literal["bilinear", "bicubic"] = "bilinear"
+    aligns_corners: bool = False
+    has_flat_grid: bool = False  # the position grid is stored (rows * columns, width)
+    rotates_halves: bool = False
     temporal_patch: int = 1
     deepstack: tuple[int, ...] = ()
 
@@ -179,10 +189,24 @@ class VisionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectorSpec:
+    """Two layers with a GELU between them, and a norm: of what comes out, or of each patch before they are merged.
+
+    `num_deepstack`: further ones of the same widths, for the states of `VisionSpec.deepstack`; they norm after merging.
+    """
+
     input_width: int  # merge_size**2 * vision hidden size
     hidden_width: int
     output_width: int
     norm_eps: float
+    norm: Literal["rms", "layer"] = "rms"
+    norm_at: Literal["output", "patch", "merged"] = "output"
+    has_bias: bool = False
+    num_merged: int = 4  # patches of one token
+    num_deepstack: int = 0
+
+    @property
+    def patch_width(self) -> int:
+        return self.input_width // self.num_merged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,6 +268,16 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether tokens of images have places of their own on three axes."""
+        return any(isinstance(x.mixer, GQASpec) and x.mixer.rope and x.mixer.rope.sections for x in self.layers)
+
+    @property
+    def image_width(self) -> int:
+        """Width of an image's feature rows: the model's, for the embedding and for each state of DeepStack."""
+        return self.hidden_size * (1 + (len(self.vision.deepstack) if self.vision else 0))
 
     def layers_of(self, kind: type) -> tuple[LayerSpec, ...]:
         """Layers whose mixer or feed-forward block is of the given spec class."""

@@ -83,6 +83,16 @@ class RopeSpec:
     def softmax_scale(self) -> float:
         return self.yarn.softmax_scale if self.yarn is not None else 1.0
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Of each pair the axis of positions that it follows: 0 time, 1 height, 2 width; all 0 without sections."""
+        if not self.sections:
+            return (0,) * (self.dim // 2)
+        if not self.has_interleaved_sections:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
+        # Time, height and width take turns until height or width has its share; time has all the rest.
+        return tuple(i % 3 if i < 3 * self.sections[i % 3] else 0 for i in range(self.dim // 2))
+
     def frequencies(self) -> tuple[float, ...]:
         """Radians per position of each of the dim / 2 pairs, fastest first."""
         plain = [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]

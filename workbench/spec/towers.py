@@ -1,7 +1,7 @@
 """Vision towers that several families share: their config keys, and their tensors as published.
 
 MoonViT (Kimi-K2.5) and the Qwen3-VL tower (also in Qwen3.5) are both vision transformers with layer norms and biases;
-they differ in the patch, the position table and in how neighbours are merged.
+they differ in the patch, the position table, the rotation and in where the merged vectors are normed.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def read_moonvit(vision: ConfigReader) -> tuple[VisionSpec, ProjectorSpec]:
         num_frames=vision.integer("init_pos_emb_time"),
         rope_theta=ROPE_THETA,
         norm_eps=MOONVIT_EPS,
+        norm="layer",
+        has_bias=True,
+        resize="bicubic",
     )
     merged = merge[0] ** 2 * width
     projector = ProjectorSpec(
@@ -56,6 +59,10 @@ def read_moonvit(vision: ConfigReader) -> tuple[VisionSpec, ProjectorSpec]:
         hidden_width=merged,
         output_width=vision.integer("text_hidden_size"),
         norm_eps=vision.number("projector_ln_eps"),
+        norm="layer",
+        norm_at="patch",
+        has_bias=True,
+        num_merged=spec.merge_size**2,
     )
     return spec, projector
 
@@ -114,12 +121,26 @@ def read_qwen_tower(vision: ConfigReader) -> tuple[VisionSpec, ProjectorSpec]:
         num_frames=1,
         rope_theta=ROPE_THETA,
         norm_eps=QWEN_EPS,
-        temporal_patch=vision.integer("temporal_patch_size"),
+        norm="layer",
+        has_bias=True,
+        has_final_norm=False,
+        aligns_corners=True,
+        has_flat_grid=True,
+        rotates_halves=True,
+        temporal_patch=vision.integer("temporal_patch_size", minimum=2),
         deepstack=deepstack,
     )
     merged = merge**2 * width
     projector = ProjectorSpec(
-        input_width=merged, hidden_width=merged, output_width=vision.integer("out_hidden_size"), norm_eps=QWEN_EPS
+        input_width=merged,
+        hidden_width=merged,
+        output_width=vision.integer("out_hidden_size"),
+        norm_eps=QWEN_EPS,
+        norm="layer",
+        norm_at="patch",
+        has_bias=True,
+        num_merged=spec.merge_size**2,
+        num_deepstack=len(deepstack),
     )
     return spec, projector
 

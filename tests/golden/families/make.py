@@ -25,11 +25,14 @@ import torch
 from configs import CONFIGS
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from workbench.spec import draft_tensors, parse_config, published_tensors
 
 HERE = Path(__file__).parent
+# Rows and columns of patches of the two images, and the prompt that they stand in: 2 tokens, image, 1, image, 2.
+GRIDS, AROUND = ((4, 6), (2, 4)), (2, 1, 2)
+CLEAR_GAP = 1e-3  # between scores of a sparse indexer; a rectifier makes equal ones, which any program may order
 LENGTHS, NUM_GREEDY, DRAWS, ROBUST = (5, 1, 13, 8), 5, 8, 16
 UNIT = 2.0**-24
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -56,15 +59,29 @@ def weights_of(config: dict, seed: int) -> dict[str, Tensor]:
             continue
         if leaf == "A_log":
             values = torch.rand(tensor.shape, generator=g) * 2.7
+        elif tensor.role in ("vision", "projector"):
+            values = _of_tower(tensor.param, normal)
         elif "norm" in name:
             values = 1 + normal / 5
+            if leaf == "weight" and not tensor.param.endswith("o_norm.weight"):  # that of a delta net is whole
+                values = values - spec.norm_offset
         elif tensor.part == "bias" or leaf in ("bias", "logit_bias", "sinks", "dt_bias"):
             values = normal / 3
         else:
             gain = 3.0 if "lm_head" in name or "gate.weight" in name or "router" in name else 1.4
-            values = normal if "embed" in name else normal * gain / tensor.shape[-1] ** 0.5
+            inputs = tensor.shape[-2 if tensor.is_transposed else -1]
+            values = normal if "embed" in name else normal * gain / inputs**0.5
         stored[name] = values.to(DTYPES[tensor.dtype])
     return stored
+
+
+def _of_tower(param: str, normal: Tensor) -> Tensor:
+    module, _, leaf = param.rpartition(".")
+    if leaf == "bias":
+        return normal / 3
+    if "norm" in module:
+        return 1 + normal / 5
+    return normal if "pos_embed" in param else normal * 1.4 / normal[0].numel() ** 0.5
 
 
 def plain(stored: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
@@ -90,6 +107,8 @@ def load(config: dict, stored: dict[str, Tensor]) -> nn.Module:
     theirs = {key: value for key, value in config.items() if key != "quantization_config"}
     if theirs["model_type"] == "kimi_k2":
         theirs["model_type"] = "deepseek_v3"
+    if theirs["model_type"] == "kimi_k25":
+        theirs = _kimi_k25(theirs)
     if "rotary_dim" in theirs:  # their config class has no such key of its own
         theirs["partial_rotary_factor"] = theirs["rotary_dim"] / theirs["head_dim"]
     drafts = {tensor.name for tensor in draft_tensors(parse_config(config))}
@@ -98,7 +117,8 @@ def load(config: dict, stored: dict[str, Tensor]) -> nn.Module:
         (root / "config.json").write_text(json.dumps(theirs))
         tensors = {name: x for name, x in plain(stored, config).items() if name not in drafts}
         save_file(tensors, root / "model.safetensors", {"format": "pt"})
-        model, info = AutoModelForCausalLM.from_pretrained(
+        auto = AutoModelForImageTextToText if "vision_config" in theirs else AutoModelForCausalLM
+        model, info = auto.from_pretrained(
             root,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -111,9 +131,52 @@ def load(config: dict, stored: dict[str, Tensor]) -> nn.Module:
     return model.eval()
 
 
+def _kimi_k25(config: dict) -> dict:
+    """The published keys in their config class's words."""
+    vision, text = config["vision_config"], {**config["text_config"], "model_type": "deepseek_v3"}
+    names = {"hidden_size": "vt_hidden_size", "intermediate_size": "vt_intermediate_size"}
+    names |= {"num_attention_heads": "vt_num_attention_heads", "num_hidden_layers": "vt_num_hidden_layers"}
+    names |= {f"pos_emb_{axis}": f"init_pos_emb_{axis}" for axis in ("height", "width", "time")}
+    names |= {key: key for key in ("patch_size", "merge_kernel_size")}
+    return config | {
+        "text_config": text,
+        "vision_config": {ours: vision[theirs] for ours, theirs in names.items()},
+        "image_token_id": config["media_placeholder_token_id"],
+        "projection_hidden_size": vision["mm_hidden_size"],
+        "projection_layer_norm_eps": vision["projector_ln_eps"],
+    }
+
+
+def images_of(model: nn.Module, seed: int) -> Tensor | None:
+    """Patches of both images, row by row over each grid, (N, 3, p, p); None for a model without a tower."""
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None:
+        return None
+    count = sum(rows * columns for rows, columns in GRIDS)
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(count, 3, vision.patch_size, vision.patch_size, generator=g) * 2 - 1
+
+
+def image_inputs(model: nn.Module, ids: list[int], copies: int) -> dict[str, Tensor]:
+    """What their forward pass needs beside the tokens of a prompt with both images."""
+    media = model.config.image_token_id
+    if media not in ids:
+        return {}
+    patches, grid = model.test_patches, torch.tensor([(1, *grid) for grid in GRIDS] * copies)
+    inputs = {"image_grid_thw": grid}
+    if hasattr(model.config.vision_config, "temporal_patch_size"):  # patches of a token are neighbours, and two frames
+        merge, turned = model.config.vision_config.spatial_merge_size, []
+        for part, (rows, columns) in zip(patches.split([r * c for r, c in GRIDS]), GRIDS, strict=True):
+            squares = part.unflatten(0, (rows // merge, merge, columns // merge, merge))
+            turned.append(squares.transpose(1, 2).flatten(0, 3))
+        patches = torch.stack([torch.cat(turned)] * 2, 2).flatten(1)
+        inputs["mm_token_type_ids"] = torch.tensor([[int(token == media) for token in ids]] * copies)
+    return inputs | {"pixel_values": torch.cat([patches] * copies)}
+
+
 def run(model: nn.Module, ids: list[int], copies: int = 1) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """Logits (copies, T, V), output of each layer (copies, T, D), chosen experts (copies, T, K) ascending, or None."""
-    layers = list(model.model.layers)
+    layers = list(layers_of(model))
     hidden: list[Tensor] = [torch.empty(0)] * len(layers)
     chosen: list[Tensor | None] = [None] * len(layers)
     handles = []
@@ -123,17 +186,25 @@ def run(model: nn.Module, ids: list[int], copies: int = 1) -> tuple[Tensor, list
             hidden[i] = out[0] if isinstance(out, tuple) else out
 
         def choose(_module, _args, out, i=i):
-            chosen[i] = out[-1].reshape(copies, len(ids), -1).sort(-1).values
+            picked = out[-1]
+            if picked.is_floating_point():  # Llama-4: scores of all experts, zero for those that were not chosen
+                picked = out[0].topk(_module.top_k).indices
+            chosen[i] = picked.reshape(copies, len(ids), -1).sort(-1).values
 
         handles.append(layer.register_forward_hook(keep))
         for module in layer.modules():
             if type(module).__name__.lower().endswith("router"):
                 handles.append(module.register_forward_hook(choose))
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids] * copies), use_cache=False).logits
+        extra = image_inputs(model, ids, copies) if hasattr(model, "test_patches") else {}
+        logits = model(input_ids=torch.tensor([ids] * copies), use_cache=False, **extra).logits
     for handle in handles:
         handle.remove()
     return logits.float(), hidden, chosen
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    return getattr(model.model, "language_model", model.model).layers
 
 
 @contextmanager
@@ -145,19 +216,72 @@ def disturbed(model: nn.Module, seed: int, size: float = 1.0) -> Iterator[None]:
 
     def hook(module, _args, out):
         if "Rotary" in type(module).__name__:
-            place = torch.arange(1, out[0].shape[-2] + 1)[:, None]
+            last = out if isinstance(out, Tensor) else out[0]
+            place = torch.arange(1, last.shape[-2] + 1)[:, None]
+            if "Vision" in type(module).__name__:
+                place = torch.tensor(max(max(grid) for grid in GRIDS))
+            if isinstance(out, Tensor):  # Llama-4: turns as complex numbers
+                parts = torch.view_as_real(out)
+                return torch.view_as_complex(parts + noise(parts) * size * UNIT * place[..., None])
             return tuple(x + noise(x) * size * UNIT * place for x in out)
         weight = getattr(module, "weight", None)
-        terms = weight.shape[-1] if weight is not None else model.config.hidden_size
+        text, is_conv = getattr(model.config, "text_config", model.config), "Conv" in type(module).__name__
+        terms = text.hidden_size if weight is None else weight[0].numel() if is_conv else weight.shape[-1]
         rms = out.square().mean(-1, keepdim=True).sqrt()
         return out + noise(out) * size * UNIT * terms**0.5 * rms
 
-    names = ("Linear", "RMSNorm", "RMSNormGated", "Experts", "RotaryEmbedding", "Conv1d")
+    names = (
+        "Linear",
+        "RMSNorm",
+        "RMSNormGated",
+        "Experts",
+        "RotaryEmbedding",
+        "Conv1d",
+        "LayerNorm",
+        "Conv2d",
+        "Conv3d",
+    )
     chosen = [module for module in model.modules() if type(module).__name__.endswith(names)]
     handles = [module.register_forward_hook(hook) for module in chosen]
     try:
         yield
     finally:
+        for handle in handles:
+            handle.remove()
+
+
+def with_images(ids: list[int], media: int) -> list[int]:
+    first, between, last = AROUND
+    one, two = (rows * columns // 4 for rows, columns in GRIDS)
+    return [*ids[:first], *[media] * one, *ids[first : first + between], *[media] * two, *ids[-last:]]
+
+
+@contextmanager
+def index_gaps(model: nn.Module, found: list[float]) -> Iterator[None]:
+    """Adds, for each choice of a sparse indexer, how far the last chosen score lies above the first that is not."""
+    inside, plain_topk = [False], Tensor.topk
+
+    def topk(scores: Tensor, k: int, *args, **kwargs):
+        if inside[0] and k < scores.shape[-1]:
+            best = plain_topk(scores, k + 1, -1).values
+            found.extend((best[..., -2] - best[..., -1])[best[..., -2] > -1e30].flatten().tolist())
+        return plain_topk(scores, k, *args, **kwargs)
+
+    def enter(_module, _args):
+        inside[0] = True
+
+    def leave(_module, _args, _out):
+        inside[0] = False
+
+    chosen = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    handles = [
+        x for module in chosen for x in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
+    ]
+    Tensor.topk = topk
+    try:
+        yield
+    finally:
+        Tensor.topk = plain_topk
         for handle in handles:
             handle.remove()
 
@@ -172,8 +296,12 @@ def greedy(model: nn.Module, ids: list[int]) -> list[int]:
 def expected_of(model: nn.Module, prompts: list[list[int]]) -> dict[str, Tensor] | None:
     """What is kept of a model, None where its choices are too close to call."""
     longest = max(prompts, key=len)
-    runs = [run(model, ids) for ids in prompts]
-    tokens = greedy(model, longest)
+    gaps: list[float] = []
+    with index_gaps(model, gaps):
+        runs = [run(model, ids) for ids in prompts]
+        tokens = greedy(model, longest)
+    if min(gaps, default=1.0) < CLEAR_GAP:
+        return None
     limits: dict[str, float] = {}
     for ids, (logits, hidden, chosen) in zip(prompts, runs, strict=True):
         with disturbed(model, 0):
@@ -197,10 +325,12 @@ def expected_of(model: nn.Module, prompts: list[list[int]]) -> dict[str, Tensor]
         "greedy": torch.tensor(tokens),
         "logits": torch.cat([logits[0] for logits, _, _ in runs]),
     }
-    for i in range(len(model.model.layers)):
+    for i in range(len(layers_of(model))):
         kept[f"hidden.{i}"] = runs[prompts.index(longest)][1][i][0]
         if runs[0][2][i] is not None:
             kept[f"choice.{i}"] = torch.cat([chosen[i][0] for _, _, chosen in runs]).to(torch.uint8)
+    if hasattr(model, "test_patches"):
+        kept |= {"patches": model.test_patches, "grids": torch.tensor(GRIDS)}
     for name, limit in limits.items():
         kept[f"limit.{name}"] = torch.tensor(limit, dtype=torch.float64)
     return {name: x.contiguous() for name, x in kept.items()}
@@ -208,11 +338,16 @@ def expected_of(model: nn.Module, prompts: list[list[int]]) -> dict[str, Tensor]
 
 def make(name: str) -> None:
     config, root = CONFIGS[name], HERE / name
-    for seed in range(40):
+    for seed in range(100):
         stored = weights_of(config, seed)
         g = torch.Generator().manual_seed(seed)
-        prompts = [torch.randint(4, config["vocab_size"], (n,), generator=g).tolist() for n in LENGTHS]
-        expected = expected_of(load(config, stored), prompts)
+        vocab_size = (config.get("text_config") or config)["vocab_size"]
+        prompts = [torch.randint(4, vocab_size, (n,), generator=g).tolist() for n in LENGTHS]
+        model = load(config, stored)
+        if (patches := images_of(model, seed)) is not None:
+            model.test_patches = patches
+            prompts[2] = with_images(prompts[2], model.config.image_token_id)
+        expected = expected_of(model, prompts)
         if expected is not None:
             break
     else:

@@ -7,11 +7,13 @@ What is new against Qwen3-VL-MoE:
   [Q35-4] norm weights are stored as the difference from one.
   [Q35-5] fused experts are stored (experts, outputs, inputs); the tower has no DeepStack.
   [Q35-6] one multi-token-prediction layer under `mtp.`, sharing embedding and head.
+  [Q35-7] the text model may stand alone, its config flat and its names without `language_model`.
 Source: configs of Qwen/Qwen3.5-35B-A3B and 397B-A17B, transformers' qwen3_5_moe.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 from workbench.base import ConfigError
@@ -26,12 +28,14 @@ from workbench.spec.towers import qwen_tower_tensors, read_qwen_tower
 __all__ = ["ARCHITECTURES", "FAMILY", "draft_tensors", "matches", "parse", "tensors"]
 
 FAMILY = "qwen3_5_moe"
-ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration",)
+ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 NAMES = naming.Names(root="model.language_model.", is_fused=True, shared="shared_expert")  # [Q35-5]
+BARE_NAMES = dataclasses.replace(NAMES, root="model.")  # [Q35-7]
+SECTIONS = (11, 11, 10)  # of a config without them
 
 
 def matches(config: Mapping[str, object]) -> bool:
-    return is_named(config, (FAMILY,), ARCHITECTURES)
+    return is_named(config, (FAMILY, f"{FAMILY}_text"), ARCHITECTURES)
 
 
 def parse(config: Mapping[str, object], image_config: Mapping[str, object] | None = None) -> ModelSpec:
@@ -43,15 +47,17 @@ def parse(config: Mapping[str, object], image_config: Mapping[str, object] | Non
     text.require("mtp_use_dedicated_embeddings", False, default=False)
     text.require("mlp_only_layers", [], default=[])
     eps, head_dim, hidden_size = text.number("rms_norm_eps"), text.integer("head_dim"), text.integer("hidden_size")
+    rope = read_rope(text, head_dim)
     attention = GQASpec(  # [Q35-2]
         num_heads=text.integer("num_attention_heads"),
         num_kv_heads=text.integer("num_key_value_heads"),
         head_dim=head_dim,
         v_dim=head_dim,
-        rope=read_rope(text, head_dim),
+        rope=dataclasses.replace(rope, sections=rope.sections or SECTIONS, has_interleaved_sections=True),
         has_output_gate=text.boolean("attn_output_gate", default=True),
         qk_norm="head",
         qk_norm_eps=eps,
+        qk_norm_offset=1.0,  # [Q35-4]
     )
     delta = GatedDeltaSpec(  # [Q35-1]
         num_key_heads=text.integer("linear_num_key_heads"),
@@ -81,17 +87,18 @@ def parse(config: Mapping[str, object], image_config: Mapping[str, object] | Non
         raise ConfigError("layer_types must name a known kind for each layer", found=f"{len(kinds)}: {set(kinds)}")
     num_draft = text.integer("mtp_num_hidden_layers", minimum=0, maximum=1, default=0)  # [Q35-6]
     draft_layer = LayerSpec(layer_idx=count, mixer=attention, ffn=moe)
-    vision, projector = read_qwen_tower(top.child("vision_config"))
+    is_bare = text is top
+    vision, projector = (None, None) if is_bare else read_qwen_tower(top.child("vision_config"))
     top.skip("video_token_id", "vision_start_token_id", "vision_end_token_id")
     return decoder(
         top,
         text,
         family=FAMILY,
-        architecture=ARCHITECTURES[0],
+        architecture=ARCHITECTURES[is_bare],
         layers=[LayerSpec(layer_idx=i, mixer=mixers[kind], ffn=moe) for i, kind in enumerate(kinds)],
         norm_eps=eps,
         norm_offset=1.0,  # [Q35-4]
-        media_key="image_token_id",
+        media_key=None if is_bare else "image_token_id",
         vision=vision,
         projector=projector,
         draft=DraftSpec(num_layers=1, layer=draft_layer, has_own_embedding=False) if num_draft else None,
@@ -99,7 +106,7 @@ def parse(config: Mapping[str, object], image_config: Mapping[str, object] | Non
 
 
 def tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
-    yield from naming.standard_tensors(spec, NAMES)
+    yield from naming.standard_tensors(spec, NAMES if spec.vision is not None else BARE_NAMES)
     yield from qwen_tower_tensors(spec)
 
 
