@@ -38,7 +38,7 @@ from workbench.nn.mla import MLA
 from workbench.nn.model import Model
 from workbench.nn.moe import MoE
 from workbench.placement import Layout
-from workbench.spec import read_spec
+from workbench.spec import Activation, read_spec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 from rank_capture import capture_on_rank
@@ -325,7 +325,7 @@ def rounded_correction_bias(model: Model) -> None:
 
 def no_tanh_on_the_up_branch(model: Model) -> None:
     for module in model.modules():
-        if hasattr(module, "activation"):
+        if isinstance(getattr(module, "activation", None), Activation):
             module.activation = dataclasses.replace(module.activation, linear_beta=1e9)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,7 @@ def plant_latent_norm_eps(model: Model) -> None:
 
 def plant_l2_eps(model: Model) -> None:
     for mixer in modules_of(model, KDA):
-        mixer._unit = lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-5)
+        mixer.spec = replace(mixer.spec, l2_eps=1e-5)
 
 
 def plant_shifted_decays(model: Model) -> None:

@@ -173,10 +173,10 @@ class Model(nn.Module):
         segments = Segments(batch)
         stream = self._enter(batch, payload)
         added = self._deepstack(batch)
-        for layer_idx, layer in zip(self.layer_range, self.layers.values(), strict=True):
+        for name, layer in self.layers.items():
             stream = layer(stream, segments, cache)
-            if layer_idx < len(added):
-                stream = stream.add(added[layer_idx])
+            if int(name) < len(added):
+                stream = stream.add(added[int(name)])
         if self.head is None or self.final_norm is None:
             return stream.payload()
         h = stream.rows(batch.logit_rows).mix(self.final_res)
