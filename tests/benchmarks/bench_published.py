@@ -91,7 +91,8 @@ def main() -> None:
                 continue
             rows.append(measured(name, roots.get(name, Path(folder)), args.repeats))
     columns = ("job", "result", "wall s", "cpu s", "limit s", "peak MiB", "limit MiB", "within")
-    print(Table(columns, tuple(rows), title=f"published Kimi K3, medians of {args.repeats}").render())
+    title = f"published Kimi K3, medians of {args.repeats}"
+    print(Table(title=title, columns=columns, rows=tuple(rows)).render())
     print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows]))
     sys.exit(0 if all(row[-1] == "yes" for row in rows) else 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from workbench.base import LayoutError
@@ -99,17 +100,7 @@ class Layout:
 
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
         """Layer range of each stage: disjoint, complete, in order. Raises LayoutError if a stage would be empty."""
-        if self.stages is not None:
-            sizes = list(self.stages)
-            if sum(sizes) != num_layers:
-                raise LayoutError(f"stages={self.stages} hold {sum(sizes)} layers", expected=f"{num_layers}")
-        else:
-            if self.pp > num_layers:
-                raise LayoutError(f"pp={self.pp} stages for {num_layers} layers leaves empty stages")
-            base, extra = divmod(num_layers, self.pp)
-            sizes = [base + (stage < extra) for stage in range(self.pp)]
-        starts = [sum(sizes[:stage]) for stage in range(self.pp)]
-        return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        return _stage_layers(self.pp, self.stages, num_layers)
 
     def __str__(self) -> str:
         """Text that `parse` reads back, except for hand-made stages: "tp2", "dp2xep2:all_to_all"."""
@@ -133,3 +124,18 @@ class Layout:
     def _ep_choices(self) -> str:
         sizes = [n for n in range(1, self.tp * self.dp + 1) if not (self.tp * self.dp) % n]
         return f"ep one of {[n for n in sizes if not (self.tp % n and n % self.tp)]}"
+
+
+@lru_cache(maxsize=4096)  # a search asks again and again
+def _stage_layers(pp: int, stages: tuple[int, ...] | None, num_layers: int) -> tuple[range, ...]:
+    if stages is not None:
+        sizes = list(stages)
+        if sum(sizes) != num_layers:
+            raise LayoutError(f"stages={stages} hold {sum(sizes)} layers", expected=f"{num_layers}")
+    else:
+        if pp > num_layers:
+            raise LayoutError(f"pp={pp} stages for {num_layers} layers leaves empty stages")
+        base, extra = divmod(num_layers, pp)
+        sizes = [base + (stage < extra) for stage in range(pp)]
+    starts = [sum(sizes[:stage]) for stage in range(pp)]
+    return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))

@@ -217,18 +217,21 @@ def cache_need(spec: ModelSpec, layout: Layout, layers: range, need: CacheNeed, 
     scale = need.kv_scale_bytes if kv == 1 else 0
     rows = need.slots * need.padded_tokens
     sizes: Counter[str] = Counter()
-    for layer_idx in layers:
-        mixer = spec.layers[layer_idx].mixer
+    mixers = [layer.mixer for layer in spec.layers[layers.start : layers.stop]]
+    of_object = {id(mixer): mixer for mixer in mixers}
+    # Layers of one kind share a mixer: two or three of them stand for a hundred, and a search asks thousands of times.
+    for key, count in Counter(map(id, mixers)).items():
+        mixer = of_object[key]
         if isinstance(mixer, MLASpec):
-            sizes["latent"] += rows * (mixer.cache_dim * kv + scale)
+            sizes["latent"] += count * rows * (mixer.cache_dim * kv + scale)
             if mixer.indexer is not None and mixer.indexer.owns_choice:
-                sizes["index keys"] += rows * mixer.indexer.head_dim * itemsize
+                sizes["index keys"] += count * rows * mixer.indexer.head_dim * itemsize
             continue
         if isinstance(mixer, GQASpec):
             # Fewer key-value heads than ranks: each rank keeps the one that its query heads share.
             heads = max(1, mixer.num_kv_heads // layout.tp)
             # A layer with a window keeps every token as well.
-            sizes["keys and values"] += rows * heads * ((mixer.head_dim + mixer.v_dim) * kv + 2 * scale)
+            sizes["keys and values"] += count * rows * heads * ((mixer.head_dim + mixer.v_dim) * kv + 2 * scale)
             continue
         if isinstance(mixer, KDASpec):
             channels, values = 3 * mixer.width, mixer.num_heads * mixer.head_dim**2
@@ -236,8 +239,8 @@ def cache_need(spec: ModelSpec, layout: Layout, layers: range, need: CacheNeed, 
             channels, values = mixer.conv_width, mixer.value_width * mixer.key_dim
         else:
             raise UnsupportedModelError(f"the cache of {type(mixer).__name__} is not known here")
-        state = need.slots * values // layout.tp * 4
-        convolution = need.slots * channels // layout.tp * (mixer.conv_size - 1) * itemsize
+        state = count * (need.slots * values // layout.tp * 4)
+        convolution = count * (need.slots * channels // layout.tp * (mixer.conv_size - 1) * itemsize)
         sizes["state"] += state
         sizes["convolution"] += convolution
         if need.snapshots:
