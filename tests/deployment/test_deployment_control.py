@@ -218,6 +218,13 @@ def test_closing_twice_is_harmless_and_a_closed_control_refuses(make):
         control.request("x", timeout_s=5)
 
 
+def test_a_closed_control_has_no_file_open_though_something_holds_on_to_it(make):
+    control = make(answer(1), answer(2))
+    control.close()
+    files = (control._wake_reader, control._wake_writer, *(member.connection for member in control.members))
+    assert all(file.closed for file in files)
+
+
 def test_many_threads_may_ask_at_once(make):
     def echo(connection, rank, command):
         connection.send(Done(id=command.id, rank=rank, value=command.args["n"]))

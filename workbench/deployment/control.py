@@ -66,6 +66,7 @@ class Control:
         self.broken: WorkbenchError | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._wake_reader, self._wake_writer = Pipe(duplex=False)
+        self._waking = threading.RLock()  # a number of a closed file may belong to another one a moment later
         self._ids = itertools.count()
         self._is_closed = False
         self._closing = threading.Lock()
@@ -114,7 +115,7 @@ class Control:
                 return
             self._is_closed = True
             self._jobs.put(None)
-            self._wake_writer.send_bytes(b"")
+            self._wake()
             if self.broken is None:
                 self._thread.join(timeout_s)
             processes = [member.process for member in self.members if member.process is not None]
@@ -122,12 +123,21 @@ class Control:
             self._thread.join(timeout_s)
             for member in self.members:
                 member.connection.close()
+            if not self._thread.is_alive():  # not left to the collector: an error may hold on to all this for long
+                with self._waking:
+                    self._wake_writer.close()
+                    self._wake_reader.close()
 
     def _enqueue(self, job: _Job) -> None:
         if self._is_closed:
             raise DeploymentError("the deployment is closed", next_step="Start another one")
         self._jobs.put(job)
-        self._wake_writer.send_bytes(b"")
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._waking:
+            if not self._wake_writer.closed:
+                self._wake_writer.send_bytes(b"")
 
     def _run(self) -> None:
         try:
