@@ -166,9 +166,9 @@ def test_closed_tab_frees_the_request(browser: BrowserContext, ranks: tuple[Mult
     visitor.ask("What is a shard?")
     visitor.wait(lambda: service.stats().num_running == 1, "running request")
     visitor.page.close()
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 30  # the page's queue waits up to 10 s for a message before it looks who listens
     while service.stats().num_running:
-        assert time.monotonic() < end_s, "the request still runs 10 s after its visitor left"
+        assert time.monotonic() < end_s, "the request still runs 30 s after its visitor left"
         time.sleep(0.05)
 
 
