@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import nbclient
 import nbformat
 import pytest
+from one_cell import run_cell
 
 pytestmark = pytest.mark.notebook
 
@@ -33,28 +32,12 @@ assert view.num_redraws <= 25, view.num_redraws
 """
 
 
-def run(source: str) -> tuple[Any, list[tuple[float, str]]]:
-    """The executed notebook, and (time, kind) of every message the kernel sent about its one cell."""
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    client = nbclient.NotebookClient(book, timeout=120, kernel_name="python3")
-    messages: list[tuple[float, str]] = []
-    process = client.process_message
-
-    def recording(message: dict[str, Any], cell: Any, idx: int) -> Any:
-        messages.append((time.monotonic(), message["msg_type"]))
-        return process(message, cell, idx)
-
-    client.process_message = recording  # type: ignore[method-assign]
-    client.execute()
-    return book, messages
-
-
 def widget_states(book: Any) -> list[dict[str, Any]]:
     return [x["state"] for x in book.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"].values()]
 
 
 def test_panel_moves_while_the_cell_is_busy_and_leaves_a_static_picture() -> None:
-    book, messages = run(CELL.format(plotly=False))
+    book, messages = run_cell(CELL.format(plotly=False))
     printed = next(at for at, kind in messages if kind == "stream")
     updates = [at for at, kind in messages if kind == "comm_msg"]
     assert sum(at < printed for at in updates) >= 5, "the panel stood still until the cell ended"
@@ -69,7 +52,7 @@ def test_panel_moves_while_the_cell_is_busy_and_leaves_a_static_picture() -> Non
 
 
 def test_stored_figure_widget_shows_the_end_and_not_the_beginning() -> None:
-    book, _ = run(CELL.format(plotly=True))
+    book, _ = run_cell(CELL.format(plotly=True))
     (figure,) = (state for state in widget_states(book) if "_widget_data" in state)
     assert figure["_widget_layout"]["title"]["text"].startswith("2 ranks read 90 kB")
     ends = [trace["y"][-1] for trace in figure["_widget_data"]]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-import time
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
-import nbclient
-import nbformat
 import pytest
+from one_cell import run_cell
 
 from workbench.view import (
     LoadHistory,
@@ -200,17 +198,7 @@ view.close()
 
 @pytest.mark.notebook
 def test_panel_moves_while_the_cell_is_busy_and_leaves_a_picture() -> None:
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
-    client = nbclient.NotebookClient(book, timeout=120, kernel_name="python3")
-    messages: list[tuple[float, str]] = []
-    process = client.process_message
-
-    def recording(message: dict[str, Any], cell: Any, idx: int) -> Any:
-        messages.append((time.monotonic(), message["msg_type"]))
-        return process(message, cell, idx)
-
-    client.process_message = recording  # type: ignore[method-assign]
-    client.execute()
+    book, messages = run_cell(CELL)
     printed = next(at for at, kind in messages if kind == "stream")
     assert sum(kind == "comm_msg" and at < printed for at, kind in messages) >= 5, "the panel stood still"
     states = book.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"].values()

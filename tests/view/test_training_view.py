@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
-import nbclient
 import nbformat
 import pytest
+from one_cell import run_cell
 
 from workbench.view import TrainingHistory, balance_chart, draw_svg, exam_chart, loss_chart
 from workbench.view.training import MAX_POINTS
@@ -144,17 +143,7 @@ view.close()
 
 @pytest.mark.notebook
 def test_panel_moves_while_the_cell_is_busy_slowly_enough_for_a_page_and_leaves_pictures() -> None:
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
-    client = nbclient.NotebookClient(book, timeout=120, kernel_name="python3")
-    messages: list[tuple[float, str]] = []
-    process = client.process_message
-
-    def recording(message: dict[str, Any], cell: Any, idx: int) -> Any:
-        messages.append((time.monotonic(), message["msg_type"]))
-        return process(message, cell, idx)
-
-    client.process_message = recording  # type: ignore[method-assign]
-    client.execute()
+    book, messages = run_cell(CELL)
     printed = next(at for at, kind in messages if kind == "stream")
     updates = [at for at, kind in messages if kind == "comm_msg" and at < printed]
     assert len(updates) >= 5, "the panel stood still until the cell ended"

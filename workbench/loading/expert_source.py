@@ -17,7 +17,7 @@ from workbench.loading.plan import Assignment, LoadPlan
 from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window, schedule
 from workbench.loading.stream import staged_parts
-from workbench.nn.expert_pool import ExpertKey, ExpertParts, ExpertPool, PagedExperts
+from workbench.nn.expert_pool import ExpertKey, ExpertParts, ExpertPool, PagedExperts, expert_parts
 from workbench.nn.model import Model
 from workbench.nn.moe import Experts, MoE
 
@@ -146,11 +146,7 @@ def page_experts(
             rest.append(x)
         else:
             own.setdefault((layers[prefix], x.slot), []).append(_without_prefix(x, prefix))
-    shapes = {
-        f"{name}.{leaf}": x[0]
-        for name, store in (("w1", template.w1), ("w2", template.w2), ("w3", template.w3))
-        for leaf, x in [*store.named_parameters(), *store.named_buffers()]
-    }
+    shapes = expert_parts(template)
     source = ShardExperts(
         root,
         {key: tuple(each) for key, each in own.items()},

@@ -24,7 +24,7 @@ from workbench.base import LoadError, human
 from workbench.nn.linear import StackedLinear
 from workbench.nn.moe import Experts
 
-__all__ = ["ExpertKey", "ExpertParts", "ExpertPool", "ExpertSource", "ExpertUse", "PagedExperts"]
+__all__ = ["ExpertKey", "ExpertParts", "ExpertPool", "ExpertSource", "ExpertUse", "PagedExperts", "expert_parts"]
 
 ExpertKey = tuple[int, int]  # layer, row of that layer's stack
 ExpertParts = Mapping[str, Tensor]  # "w1.weight_packed" -> that expert's part, in host memory
@@ -87,7 +87,7 @@ class ExpertPool:
     def __init__(
         self, template: Experts, layers: Sequence[int], num_bytes: int, source: ExpertSource, device: torch.device
     ) -> None:
-        self.expert_bytes = expert_bytes(template)
+        self.expert_bytes = sum(x.nbytes for x in expert_parts(template).values())
         self.num_slots = min(num_bytes // self.expert_bytes, template.num_local * len(layers))
         if self.num_slots < 1:
             raise LoadError(
@@ -234,9 +234,9 @@ class PagedExperts(Experts):
         return f"{self._num_local} experts, {self.pool.num_slots} slots shared with other layers"
 
 
-def expert_bytes(experts: Experts) -> int:
-    """What one expert takes, in the storage it is held in."""
-    return sum(x[0].nbytes for store in _stores(experts).values() for _, x in _parts(store))
+def expert_parts(experts: Experts) -> dict[str, Tensor]:
+    """The tensors of the first expert by the names they have in a pool and from its source: "w1.weight_packed"."""
+    return {f"{name}.{leaf}": x[0] for name, store in _stores(experts).items() for leaf, x in _parts(store)}
 
 
 def _stores(experts: Experts) -> dict[str, StackedLinear]:
