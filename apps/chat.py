@@ -9,7 +9,9 @@ alone, and it shows what the model wrote letter by letter, never as markup.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,10 +82,20 @@ def build_app(
             gr.Button(interactive=True),
         )
 
-    def answer(conversation: Conversation, tokens: float, temperature: float) -> Iterator[tuple[Any, ...]]:
+    visitors = Visitors()
+
+    def answer(
+        conversation: Conversation, tokens: float, temperature: float, request: gr.Request
+    ) -> Iterator[tuple[Any, ...]]:
         options = Options(max_tokens=int(tokens), temperature=float(temperature))
-        for step in stream_answer(service, conversation, options):
-            yield step, step.shown(), step.note
+        with contextlib.closing(stream_answer(service, conversation, options)) as steps:
+            for step in steps:
+                if visitors.has_left(request.session_hash):
+                    return
+                yield step, step.shown(), step.note
+
+    def leave(request: gr.Request) -> None:
+        visitors.leave(request.session_hash)
 
     def ready() -> tuple[Any, ...]:
         return gr.MultimodalTextbox(interactive=True), gr.Button(interactive=False)
@@ -153,7 +165,26 @@ def build_app(
             (chat.clear, clear, None),
         ):
             event(None, cancels=[running], api_visibility="private").then(handler, inputs, everything, **page)
+        # The queue notices that nobody listens between two messages, and not at all before somebody has listened.
+        app.unload(leave)
     return app.queue(max_size=32)
+
+
+class Visitors:
+    """Who has closed the page, by the number of the page's session. Of very many the first are forgotten."""
+
+    MOST = 10_000
+
+    def __init__(self) -> None:
+        self._left: OrderedDict[str | None, None] = OrderedDict()
+
+    def leave(self, session: str | None) -> None:
+        self._left[session] = None
+        if len(self._left) > self.MOST:
+            self._left.popitem(last=False)
+
+    def has_left(self, session: str | None) -> bool:
+        return session in self._left
 
 
 def launch(app: gr.Blocks, *, port: int | None = None, wait: bool = True) -> str:

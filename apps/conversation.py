@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -137,7 +137,7 @@ def stream_answer(
     options: Options,
     *,
     clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[Conversation]:
+) -> Generator[Conversation, None, None]:
     """The conversation as its last question is answered; an error of the workbench ends it as a failed turn.
 
     Yields at least every `POLL_S`, at most every `THROTTLE_S` while text comes. Closing the iterator, at whichever

@@ -50,7 +50,7 @@ def test_empty_question_is_a_message_and_nothing_is_asked(app: gr.Blocks, servic
 
 
 def test_answer_streams_with_the_settings_of_the_page(app: gr.Blocks, service: ScriptedService) -> None:
-    steps = list(handlers(app)["answer"](Conversation().ask("What?"), 33.0, 0.5))
+    steps = list(handlers(app)["answer"](Conversation().ask("What?"), 33.0, 0.5, gr.Request(session_hash="one")))
     assert service.asked[0][2:] == (33, 0.5)
     assert steps[-1][1][-1]["content"] == "one two three"
     assert steps[-1][2].startswith("40 tokens read")
@@ -58,10 +58,19 @@ def test_answer_streams_with_the_settings_of_the_page(app: gr.Blocks, service: S
 
 def test_refusal_of_the_service_is_shown_in_the_conversation(app: gr.Blocks, service: ScriptedService) -> None:
     service.refusal = RequestError("the prompt of 70 tokens does not fit")
-    ((conversation, shown, note),) = handlers(app)["answer"](Conversation().ask("What?"), 8, 0)
+    ((conversation, shown, note),) = handlers(app)["answer"](
+        Conversation().ask("What?"), 8, 0, gr.Request(session_hash="one")
+    )
     assert "does not fit" in shown[-1]["content"]
     assert "does not fit" in note
     assert conversation.turns[-1].state == "failed"
+
+
+def test_nothing_is_said_to_a_visitor_who_has_left(app: gr.Blocks) -> None:
+    answer, leave = handlers(app)["answer"], handlers(app)["leave"]
+    leave(gr.Request(session_hash="one"))
+    assert list(answer(Conversation().ask("What?"), 8, 0, gr.Request(session_hash="one"))) == []
+    assert list(answer(Conversation().ask("What?"), 8, 0, gr.Request(session_hash="other")))[-1][0].turns
 
 
 def test_stop_closes_the_turn_and_frees_the_box(app: gr.Blocks) -> None:
