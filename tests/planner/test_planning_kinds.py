@@ -199,7 +199,7 @@ def test_p11_every_slot_of_every_layer_has_bytes_of_its_own_and_none_beyond_them
 
 def test_p12_no_layer_is_lost_whatever_the_number_of_stages() -> None:
     table = read_weight_table(published(), "mxfp4")
-    loads = [float(table.layer(i, Layout()).total()) for i in range(93)]
+    loads = [float(size) for size in table.layers(Layout())]
     for num_stages in range(1, 17):
         sizes = cut_stages(loads, num_stages)
         assert sum(sizes) == 93
@@ -227,7 +227,7 @@ def test_p14_embeddings_and_the_dense_layer_weigh_when_stages_are_cut(pp: int, i
     def fullest(stages: tuple[int, ...] | None) -> int:
         return max(table.stage(Layout(pp=pp, stages=stages), stage).total() for stage in range(pp))
 
-    loads = [float(table.layer(i, Layout(pp=pp)).total()) for i in range(93)]
+    loads = [float(size) for size in table.layers(Layout(pp=pp))]
     blind = cut_stages(loads if ignored == "embedding and head" else [1.0] * 93, pp)
     assert max(ledger.weights for ledger in report.best.ledgers) < fullest(blind)
     assert max(ledger.weights for ledger in report.best.ledgers) <= fullest(None)

@@ -68,6 +68,7 @@ def instrument(model: Model, recorder: Recorder, traffic: Traffic | None = None)
     """
     peaks: dict[str, int] = {}
     wrapped: list[tuple[nn.Module, str]] = []
+    tables: set[str] = set()  # schemes whose look-up tables are made; they are kept for ever, no part of a pass
 
     def wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> None:
         inner = getattr(module, name)
@@ -81,13 +82,17 @@ def instrument(model: Model, recorder: Recorder, traffic: Traffic | None = None)
             experts_of = traffic(layer_idx) if traffic is not None and isinstance(module, MoE) else None
             if recorder.memo is not None and (module in mixers or isinstance(module, REPEATED)):
                 among = None if experts_of is None else experts_of.among
-                wrap(module, "forward", partial(_repeated, recorder, module, among, module in mixers))
+                # Parameters are asked for once: they are the same at every call, and there are thousands.
+                what = (type(module), getattr(module, "spec", None), _parameters(module), among)
+                wrap(module, "forward", partial(_repeated, recorder, what, module in mixers))
             area = AREAS.get(type(module), "attention" if module in mixers else None)
             label = LABELS.get(type(module))
             if area is not None or label is not None:
                 wrap(module, "forward", partial(_in_area, recorder, label, area))
             if isinstance(module, MatrixStore) and module.scheme is not None:
-                module.dense(model.dtype, *([0] if len(module.logical_shape) == 3 else []))  # tables it keeps for ever
+                if module.scheme.name not in tables:
+                    module.dense(model.dtype, *([0] if len(module.logical_shape) == 3 else []))
+                    tables.add(module.scheme.name)
                 wrap(module, "dense", partial(_in_area, recorder, None, "dequantise"))
             if isinstance(module, DecoderLayer):
                 wrap(module, "forward", partial(_layer, recorder, model.spec.layers[layer_idx].kind, peaks))
@@ -117,10 +122,9 @@ def _layer(recorder: Recorder, kind: str, peaks: dict[str, int], inner: Any, *ar
     return out
 
 
-def _repeated(recorder: Recorder, module: nn.Module, among: object, is_mixer: bool, inner: Any, *args: Any) -> Any:
+def _repeated(recorder: Recorder, what: tuple[object, ...], is_mixer: bool, inner: Any, *args: Any) -> Any:
     """A mixer makes index tables that the mixers after it share: they are no part of what is repeated."""
-    key = (type(module), getattr(module, "spec", None), _parameters(module), _describe(args), among)
-    return recorder.once(key, lambda: inner(*args), warm_up=is_mixer)
+    return recorder.once((*what, _describe(args)), lambda: inner(*args), warm_up=is_mixer)
 
 
 def _parameters(module: nn.Module) -> tuple[object, ...]:

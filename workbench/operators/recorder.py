@@ -102,6 +102,11 @@ class Recorder(TorchDispatchMode):
         self._calls: dict[Hashable, _Known] = {}
         self._views: dict[_Call, _Call] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled under a recorder; asked to guard against it, torch imports its compiler: 1 to 2 s.
+        return False
+
     # what runs
 
     def __torch_dispatch__(

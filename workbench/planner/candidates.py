@@ -13,7 +13,7 @@ from workbench.planner.memory import CacheNeed, MemoryLedger, Reserve, activatio
 from workbench.planner.objective import Objective
 from workbench.planner.stages import cut_stages
 from workbench.planner.weights import WeightTable
-from workbench.spec import MixerSpec, ModelSpec, MoESpec
+from workbench.spec import ModelSpec, MoESpec
 
 __all__ = [
     "Candidate",
@@ -197,11 +197,12 @@ def balanced(table: WeightTable, layout: Layout, need: CacheNeed) -> Layout:
     if layout.pp == 1:
         return layout
     spec, itemsize = table.spec, activation_itemsize(table.precision)
-    caches: dict[MixerSpec, int] = {}  # of one layer with that mixer; there are two or three kinds
+    caches: dict[int, int] = {}  # of one layer with that mixer, which layers of one kind share
     for i, layer in enumerate(spec.layers):
-        if layer.mixer not in caches:
-            caches[layer.mixer] = sum(cache_need(spec, layout, range(i, i + 1), need, itemsize).values())
-    loads = [table.layer(i, layout).total() + caches[layer.mixer] for i, layer in enumerate(spec.layers)]
+        if id(layer.mixer) not in caches:
+            caches[id(layer.mixer)] = sum(cache_need(spec, layout, range(i, i + 1), need, itemsize).values())
+    weights = table.layers(layout)
+    loads = [size + caches[id(layer.mixer)] for size, layer in zip(weights, spec.layers, strict=True)]
     first, last = table.edge("first", layout).total(), table.edge("last", layout).total()
     stages = cut_stages(loads, layout.pp, first=first, last=last)
     even = layout.stage_layers(spec.num_layers)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from workbench.base import Cell, Quantity, Table, UnsupportedModelError, human
 from workbench.placement import Layout, vision_is_sharded
 from workbench.planner.weights import WeightTable
-from workbench.spec import GatedDeltaSpec, GQASpec, KDASpec, MLASpec, ModelSpec
+from workbench.spec import GatedDeltaSpec, GQASpec, KDASpec, MixerSpec, MLASpec, ModelSpec
 
 if TYPE_CHECKING:
     from workbench.cluster import Hardware, TopologyDevice
@@ -46,7 +47,7 @@ class MemoryLine:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryLedger:
     """One rank of one stage. `capacity` is what its device has; None where nobody knows."""
 
@@ -69,12 +70,12 @@ class MemoryLedger:
     def cache(self) -> int:
         return self.of("cache")
 
-    @property
+    @cached_property
     def load_peak(self) -> int:
         """While weights arrive: what rests, with weights counted whole, and the staging window; caches come later."""
         return self.of("weights") + self.of("other") + self.of(phase="load")
 
-    @property
+    @cached_property
     def serving_peak(self) -> int:
         return self.of(phase="rest") + self.of(phase="serving")
 
@@ -213,39 +214,44 @@ def cache_need(spec: ModelSpec, layout: Layout, layers: range, need: CacheNeed, 
     Latents are whole on every rank of a tp group; states, convolution inputs, keys and values are split by heads.
     Raises UnsupportedModelError for a mixer whose cache is not known.
     """
-    kv = KV_ITEMSIZE.get(need.kv_dtype, itemsize)
-    scale = need.kv_scale_bytes if kv == 1 else 0
-    rows = need.slots * need.padded_tokens
     sizes: Counter[str] = Counter()
     mixers = [layer.mixer for layer in spec.layers[layers.start : layers.stop]]
     of_object = {id(mixer): mixer for mixer in mixers}
     # Layers of one kind share a mixer: two or three of them stand for a hundred, and a search asks thousands of times.
     for key, count in Counter(map(id, mixers)).items():
-        mixer = of_object[key]
-        if isinstance(mixer, MLASpec):
-            sizes["latent"] += count * rows * (mixer.cache_dim * kv + scale)
-            if mixer.indexer is not None and mixer.indexer.owns_choice:
-                sizes["index keys"] += count * rows * mixer.indexer.head_dim * itemsize
-            continue
-        if isinstance(mixer, GQASpec):
-            # Fewer key-value heads than ranks: each rank keeps the one that its query heads share.
-            heads = max(1, mixer.num_kv_heads // layout.tp)
-            # A layer with a window keeps every token as well.
-            sizes["keys and values"] += count * rows * heads * ((mixer.head_dim + mixer.v_dim) * kv + 2 * scale)
-            continue
-        if isinstance(mixer, KDASpec):
-            channels, values = 3 * mixer.width, mixer.num_heads * mixer.head_dim**2
-        elif isinstance(mixer, GatedDeltaSpec):
-            channels, values = mixer.conv_width, mixer.value_width * mixer.key_dim
-        else:
-            raise UnsupportedModelError(f"the cache of {type(mixer).__name__} is not known here")
-        state = count * (need.slots * values // layout.tp * 4)
-        convolution = count * (need.slots * channels // layout.tp * (mixer.conv_size - 1) * itemsize)
-        sizes["state"] += state
-        sizes["convolution"] += convolution
-        if need.snapshots:
-            sizes["snapshots"] += need.snapshots * (state + convolution)
+        for role, size in _cache_of_layer(of_object[key], layout.tp, need, itemsize).items():
+            sizes[role] += count * size
     return dict(sizes)
+
+
+@lru_cache(maxsize=1024)
+def _cache_of_layer(mixer: MixerSpec, tp: int, need: CacheNeed, itemsize: int) -> Mapping[str, int]:
+    """What `cache_need` counts for one layer."""
+    kv = KV_ITEMSIZE.get(need.kv_dtype, itemsize)
+    scale = need.kv_scale_bytes if kv == 1 else 0
+    rows = need.slots * need.padded_tokens
+    if isinstance(mixer, MLASpec):
+        sizes = {"latent": rows * (mixer.cache_dim * kv + scale)}
+        if mixer.indexer is not None and mixer.indexer.owns_choice:
+            sizes["index keys"] = rows * mixer.indexer.head_dim * itemsize
+        return sizes
+    if isinstance(mixer, GQASpec):
+        # Fewer key-value heads than ranks: each rank keeps the one that its query heads share.
+        heads = max(1, mixer.num_kv_heads // tp)
+        # A layer with a window keeps every token as well.
+        return {"keys and values": rows * heads * ((mixer.head_dim + mixer.v_dim) * kv + 2 * scale)}
+    if isinstance(mixer, KDASpec):
+        channels, values = 3 * mixer.width, mixer.num_heads * mixer.head_dim**2
+    elif isinstance(mixer, GatedDeltaSpec):
+        channels, values = mixer.conv_width, mixer.value_width * mixer.key_dim
+    else:
+        raise UnsupportedModelError(f"the cache of {type(mixer).__name__} is not known here")
+    state = need.slots * values // tp * 4
+    convolution = need.slots * channels // tp * (mixer.conv_size - 1) * itemsize
+    sizes = {"state": state, "convolution": convolution}
+    if need.snapshots:
+        sizes["snapshots"] = need.snapshots * (state + convolution)
+    return sizes
 
 
 def request_floor(spec: ModelSpec, layout: Layout, layers: range, need: CacheNeed, itemsize: int) -> int:

@@ -118,6 +118,7 @@ class _Search:
     snapshots: int
     refused: list[Refusal] = field(default_factory=list)
     tables: dict[str, WeightTable] = field(default_factory=dict)
+    held: tuple[object, Layout, tuple[MemoryLedger, ...], str] | None = None  # see `_memory`
 
     def run(self, layouts: Sequence[Layout], precisions: Sequence[str], kv_dtypes: Sequence[str]) -> PlanReport:
         began = time.perf_counter()
@@ -188,18 +189,12 @@ class _Search:
         memories = [device.memory_total for device in devices if device.memory_total is not None]
         capacity = min(memories, key=lambda x: x.value) if memories else None
         try:
-            if layout.stages is None:
-                layout = balanced(table, layout, need)
-            # The first stage carries pictures as well; the fullest of the others speaks for them.
-            stages = sorted({0, fullest_stage(table, layout, need)})
-            ledgers = self._ledgers(table, layout, need, capacity, stages)
+            layout, ledgers, reason = self._memory(table, layout, need, capacity)
         except LayoutError as error:
             self._refuse_layout(layout, table.precision, kv_dtype, "divisibility", error.message)
             return None
-        if reason := memory_reason(ledgers):
-            reason += self._hint(table, layout, need)
-            excess = memory_excess(ledgers)
-            self._refuse_layout(layout, table.precision, kv_dtype, "memory", reason, excess)
+        if reason:
+            self._refuse_layout(layout, table.precision, kv_dtype, "memory", reason, memory_excess(ledgers))
             return None
         groups = self._groups(layout, slots)
         try:
@@ -231,6 +226,26 @@ class _Search:
             visited=experts_visited(self.spec, layout, -(-slots // groups)),
             num_devices=layout.world_size,
         )
+
+    def _memory(
+        self, table: WeightTable, layout: Layout, need: CacheNeed, capacity: Quantity | None
+    ) -> tuple[Layout, tuple[MemoryLedger, ...], str]:
+        """The layout with its pipeline cut, its decisive ledgers, and why they do not fit ("" where they do).
+
+        The last answer is kept: the dispatch of tokens changes nothing here, and layouts that differ in it alone come
+        one after the other.
+        """
+        key = (table.precision, replace(layout, dispatch="replicated"), need, capacity)
+        if self.held is None or self.held[0] != key:
+            cut = balanced(table, layout, need) if layout.stages is None else layout
+            # The first stage carries pictures as well; the fullest of the others speaks for them.
+            stages = sorted({0, fullest_stage(table, cut, need)})
+            ledgers = self._ledgers(table, cut, need, capacity, stages)
+            reason = memory_reason(ledgers)
+            self.held = key, cut, ledgers, reason and reason + self._hint(table, cut, need)
+        _, cut, ledgers, reason = self.held
+        layout = replace(layout, stages=cut.stages)
+        return layout, tuple(replace(ledger, layout=layout) for ledger in ledgers), reason
 
     def _ledgers(
         self,

@@ -65,9 +65,10 @@ class WeightTable:
         self._known: dict[tuple[object, int, int, int], Counter[str]] = {}
         self._stages: dict[tuple[object, ...], Counter[str]] = {}
 
-    def layer(self, layer_idx: int, layout: Layout) -> Counter[str]:
-        """Bytes by role of one layer on one rank. Raises LayoutError where a quantised matrix is cut inside a group."""
-        return self._of(self._kind_ids[layer_idx], layout)
+    def layers(self, layout: Layout) -> list[int]:
+        """Bytes of each layer on one rank. Raises LayoutError where a quantised matrix is cut inside a group."""
+        sizes = [self._of(kind, layout).total() for kind in range(len(self._layers))]
+        return [sizes[kind] for kind in self._kind_ids]
 
     def edge(self, which: str, layout: Layout) -> Counter[str]:
         """Bytes by role outside the layers: "first" (embedding, vision, projector) or "last" (head, final norms)."""
