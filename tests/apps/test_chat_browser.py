@@ -142,6 +142,7 @@ def test_picture_question_streams_stops_and_is_answered_on_two_ranks(
     visitor.page.get_by_text("Settings").click()
     visitor.page.locator("#tokens input[type=number]").fill("6")
     visitor.page.locator("#tokens input[type=number]").press("Tab")
+    visitor.wait(lambda: visitor.page.locator("#tokens input[type=range]").input_value() == "6", "the slider at 6", 10)
     visitor.ask(f"And <img src='{EXTERNAL}'> now?", IMAGES / "transparent_triangle.png")
     visitor.wait(lambda: "written" in visitor.note, "second answer")
     assert "of pictures)" in visitor.note

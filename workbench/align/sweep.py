@@ -24,10 +24,12 @@ from workbench.align.sweep_report import Mix, Sensitivity, SweepReport
 from workbench.base import RequestError, human
 from workbench.loading import load_sharded_weights
 from workbench.nn.batch import TokenBatch
+from workbench.nn.denormal import denormals_as_zero
 from workbench.nn.linear import MatrixStore
 from workbench.nn.model import Model
 from workbench.nn.precision_map import PLAIN, PrecisionMap, is_quantisable
 from workbench.nn.quant import SCHEMES, Scheme
+from workbench.parallel import RankContext
 
 __all__ = ["Budget", "Granularity", "sweep_checkpoint", "sweep_precisions"]
 
@@ -44,6 +46,9 @@ _KIND = (
     (re.compile(r"mixer\.o_proj"), "mixer output"),
 )
 Progress = Callable[[int, int, str], None]  # runs done, of all, what was measured
+# What is read: token ids, each sequence from its first token on, every position compared; or passes made with the
+# loaded model (of prompts with pictures, say), compared in the rows whose logits they want.
+Probe = Sequence[Sequence[int]] | Callable[[Model, RankContext], Sequence[TokenBatch]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +90,7 @@ class Budget:
 
 def sweep_checkpoint(
     root: Path | str,
-    sequences: Sequence[Sequence[int]],
+    probe: Probe,
     budget: Budget,
     *,
     formats: Sequence[str] = FORMATS,
@@ -94,27 +99,30 @@ def sweep_checkpoint(
     progress: Progress | None = None,
 ) -> SweepReport:
     """Load `root` dense in float32 into this process and sweep it. Raises as `load_sharded_weights` and below."""
-    model = load_sharded_weights(root, precision="fp32", device=device).model.eval().requires_grad_(False)
-    report = sweep_precisions(model, sequences, budget, formats=formats, granularity=granularity, progress=progress)
+    loaded = load_sharded_weights(root, precision="fp32", device=device)
+    model = loaded.model.eval().requires_grad_(False)
+    with denormals_as_zero():
+        passes = probe(model, loaded.ctx) if callable(probe) else probe
+        report = sweep_precisions(model, passes, budget, formats=formats, granularity=granularity, progress=progress)
     return replace(report, root=str(root))
 
 
 @torch.no_grad()
 def sweep_precisions(
     model: Model,
-    sequences: Sequence[Sequence[int]],
+    passes: Sequence[Sequence[int]] | Sequence[TokenBatch],
     budget: Budget,
     *,
     formats: Sequence[str] = FORMATS,
     granularity: Granularity = "kind",
     progress: Progress | None = None,
 ) -> SweepReport:
-    """Sweep a dense float32 `model` on `sequences` of token ids.
+    """Sweep a dense float32 `model` on sequences of token ids, or on passes in the rows whose logits they want.
 
-    Raises RequestError for no sequences, an unknown format, or a model whose matrices are not dense.
+    Raises RequestError for none of them, an unknown format, or a model whose matrices are not dense.
     """
     began = time.perf_counter()
-    bench = _Bench(model, sequences, formats, granularity)
+    bench = _Bench(model, passes, formats, granularity)
     jobs = [(group, scheme) for group in bench.groups for scheme in bench.schemes if bench.fits(group, scheme)]
     names = ("fp8", "int8", "int4", "mxfp4")
     uniform_names = [name for name in names if name in formats]
@@ -139,7 +147,14 @@ def sweep_precisions(
     for name in uniform_names:
         choice = {group: name if bench.is_held(group, name) else PLAIN for group in bench.groups}
         uniform.append(bench.measured(bench.mix(name, choice, sensitivities)))
-    measured = {n: bench.measured(path[n]) for n in _spread(len(path), MEASURED_ON_THE_WAY)}
+        if progress is not None:
+            progress(len(jobs) + len(uniform), num_runs, f"all that can be in {name}")
+    spread = _spread(len(path), MEASURED_ON_THE_WAY)
+    measured = {}
+    for n in spread:
+        measured[n] = bench.measured(path[n])
+        if progress is not None:
+            progress(num_runs - len(spread) + len(measured), num_runs, "a mix on the way")
     chosen = _choose(path, measured, bench, budget)
     return SweepReport(
         root="",
@@ -187,9 +202,17 @@ class _Bench:
     """A model, its groups of matrices, and the logits that its unchanged weights give."""
 
     def __init__(
-        self, model: Model, sequences: Sequence[Sequence[int]], formats: Sequence[str], granularity: Granularity
+        self,
+        model: Model,
+        passes: Sequence[Sequence[int]] | Sequence[TokenBatch],
+        formats: Sequence[str],
+        granularity: Granularity,
     ) -> None:
-        if not sequences or not all(sequences):
+        device = next(model.parameters()).device
+        self.batches = [x for x in passes if isinstance(x, TokenBatch)]
+        if sequences := [x for x in passes if not isinstance(x, TokenBatch)]:
+            self.batches.append(TokenBatch.whole(sequences, all_logits=True, device=device))
+        if not self.batches or not all(sequences):
             raise RequestError("nothing to measure on", expected="at least one sequence of tokens")
         if unknown := [name for name in formats if name not in SCHEMES]:
             raise RequestError(f"unknown formats {unknown}", expected=", ".join(SCHEMES))
@@ -204,14 +227,13 @@ class _Bench:
         self.groups: dict[str, list[str]] = {}
         for param in self.stores:
             self.groups.setdefault(_group_of(param, granularity), []).append(param)
-        device = next(model.parameters()).device
-        self.batch = TokenBatch.whole(sequences, all_logits=True, device=device)
-        self.num_positions = self.batch.num_tokens
+        self.num_positions = sum(len(batch.logit_rows) for batch in self.batches)
+        self.bytes_matrices = sum(map(self.plain_bytes, self.groups))
         self.bytes_bf16 = 2 * sum(parameter.numel() for parameter in model.parameters())
         self.logits = self._run()
 
     def _run(self) -> Tensor:
-        return self.model(self.batch).cpu()
+        return torch.cat([self.model(batch).cpu() for batch in self.batches])
 
     def fits(self, group: str, scheme: Scheme) -> bool:
         """Whether the columns of all matrices make whole groups."""
@@ -236,14 +258,18 @@ class _Bench:
             return logit_agreement(self.logits, self._run())
 
     def mix(self, name: str, choice: Choice, sensitivities: Sequence[Sensitivity]) -> Mix:
-        size, kl = predicted(choice, sensitivities)
-        total = self.bytes_bf16 - sum(map(self.plain_bytes, self.groups)) + size
+        # A group whose columns make no whole groups of any format was not tried and stays plain.
+        tried = {x.group for x in sensitivities}
+        size, kl = predicted({group: name for group, name in choice.items() if group in tried}, sensitivities)
+        size += sum(self.plain_bytes(group) for group in self.groups if group not in tried)
+        total = self.bytes_bf16 - self.bytes_matrices + size
         return Mix(
             name=name,
             schemes=tuple(sorted(choice.items())),
             bytes_total=total,
             ratio=total / self.bytes_bf16,
             kl_predicted=kl,
+            matrices_ratio=size / self.bytes_matrices,
         )
 
     def measured(self, mix: Mix) -> Mix:

@@ -51,6 +51,7 @@ class Mix:
     kl_predicted: float
     kl: float | None = None
     top1: float | None = None
+    matrices_ratio: float = 1.0  # the matrices that can be held in a format, over the same in bf16
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "schemes": dict(self.schemes)}
@@ -96,14 +97,15 @@ class SweepReport:
                 mix.name + (" (chosen)" if mix is self.chosen else ""),
                 human(mix.bytes_total, "B"),
                 f"{mix.ratio:.3f}",
+                f"{mix.matrices_ratio:.3f}",
                 f"{mix.kl_predicted:.2e}",
                 "–" if mix.kl is None else f"{mix.kl:.2e}",
                 "–" if mix.top1 is None else f"{mix.top1:.2%}",
             )
             for mix in sorted((*self.uniform, *self.mixes), key=lambda mix: -mix.bytes_total)
         ]
-        columns = ("precision", "weights", "of bf16", "KL added up", "KL measured", "same first choice")
-        note = f"{self.positions} positions, {self.seconds:.1f} s"
+        columns = ("precision", "weights", "of bf16", "matrices", "KL added up", "KL measured", "same first choice")
+        note = f"{self.positions} positions, {self.seconds:.1f} s; matrices: those that can be held so, of bf16"
         return Table(columns=columns, rows=tuple(rows), title=self.verdict(), note=note)
 
     def by_group(self) -> Table:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workbench.base import RequestError
 from workbench.cli.arguments import Commands, UsageError, command, count, number
-from workbench.cli.show import show
+from workbench.cli.show import say, show
+
+if TYPE_CHECKING:
+    from workbench.align.sweep import Probe
 
 FORMATS = ("fp8", "int8", "int4", "mxfp4")
 GRANULARITIES = ("kind", "layer", "kind and layer")
@@ -24,9 +29,14 @@ def add(commands: Commands) -> None:
     budget.add_argument("--top1", type=_share, help="share of positions with the same first choice at least")
     sweep.add_argument("--formats", default=",".join(FORMATS), help=f"of {', '.join(FORMATS)} (default all)")
     sweep.add_argument("--by", choices=GRANULARITIES, default="kind", help="what is one group (default kind)")
-    sweep.add_argument(
-        "--text", type=Path, action="append", default=[], help="text file to measure on; may be repeated"
+    data = sweep.add_mutually_exclusive_group()
+    data.add_argument(
+        "--held-out",
+        type=count,
+        metavar="N",
+        help="measure on the exam: N held-out questions of each kind, and facts, where the model answers them",
     )
+    data.add_argument("--text", type=Path, action="append", default=[], help="text file to measure on; may be repeated")
     sweep.add_argument("--tokens", type=count, default=256, help="most tokens of each text, or drawn (default 256)")
     sweep.add_argument("--seed", type=int, default=0, help="of drawn tokens, where no text is given (default 0)")
     sweep.add_argument("--device", default=None, help="device type; default: the accelerator here, else cpu")
@@ -49,11 +59,12 @@ def _sweep(args: argparse.Namespace) -> int:
         raise UsageError(f"--formats {args.formats}: expected some of {', '.join(FORMATS)}, separated by commas")
     report = sweep_checkpoint(
         args.path,
-        _sequences(args),
+        _probe(args),
         Budget(num_bytes=args.memory, ratio=args.ratio, kl=args.kl, top1=args.top1),
         formats=formats,
         granularity=args.by,
         device=args.device,
+        progress=None if args.json else _tell,
     )
     if args.map is not None and report.precision_map is not None:
         report.precision_map.save(args.map)
@@ -61,9 +72,17 @@ def _sweep(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _sequences(args: argparse.Namespace) -> list[list[int]]:
+def _tell(done: int, total: int, what: str) -> None:
+    say(f"{done} of {total}: {what}", sys.stderr)
+
+
+def _probe(args: argparse.Namespace) -> Probe:
     from workbench.spec import read_spec
 
+    if args.held_out is not None:
+        from workbench.exam.held_out import held_out_passes
+
+        return held_out_passes(args.path, args.held_out)
     spec = read_spec(args.path)
     if not args.text:
         rng = random.Random(args.seed)

@@ -14,6 +14,7 @@ _PUBLIC = {
     "TARGETS": "workbench.exam.record",
     "PairedMarks": "workbench.exam.paired",
     "compare_replies": "workbench.exam.paired",
+    "held_out_passes": "workbench.exam.held_out",
     "is_trained_here": "workbench.exam.trained",
     "load_masters": "workbench.exam.masters",
     "read_exam": "workbench.exam.record",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from workbench.exam.masters import load_masters
 from workbench.exam.paired import PairedMarks, compare_replies
 from workbench.exam.record import CONTROLS, NUM_WRONG, TARGETS, Control, ExamReport, LayerLoad, WrongAnswer
 from workbench.loading import load_sharded_weights
+from workbench.nn.denormal import denormals_as_zero
 from workbench.nn.model import Model
 from workbench.parallel import RankContext
 from workbench.serving.inputs import Tokenizer, read_tokenizer
@@ -71,7 +71,7 @@ def run_exam(
     tokenizer = read_tokenizer(root, spec)  # before the weights, which may take an hour
     dtype = None if activations is None else ACTIVATIONS[activations]
     loaded = load_sharded_weights(root, precision=precision, dtype=dtype, device=device)
-    with _quick_arithmetic():
+    with denormals_as_zero():
         try:
             masters = None
             if against is not None:  # before the questions, which may take an hour
@@ -129,16 +129,6 @@ class _Asker:
         self.num_answers, self.seconds = self.num_answers + len(items), self.seconds + seconds
         self.tell(f"{len(items):,} {what}: {seconds:.0f} s")
         return replies
-
-
-@contextmanager
-def _quick_arithmetic() -> Iterator[None]:
-    """Decays and gates run into numbers so small that processors compute them in microcode; training cuts them too."""
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 def _spread(items: Sequence[ExamItem], number: int | None) -> list[ExamItem]:

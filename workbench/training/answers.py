@@ -7,6 +7,7 @@ are spread over several of them go on with empty batches until the slowest has e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from workbench.training.config import MAX_NEW_TOKENS
 from workbench.training.data.exam import ExamItem
 from workbench.training.data.scenes import scene_image
 
-__all__ = ["MAX_NEW_TOKENS", "answer_items"]
+__all__ = ["MAX_NEW_TOKENS", "answer_items", "answered_batches"]
 
 
 def answer_items(
@@ -43,6 +44,26 @@ def answer_items(
     for start in range(0, int(_most(ctx, num_batches)) * batch_size, batch_size):
         replies += _Exam(model, ctx, tokenizer, items[start : start + batch_size], thinking, max_new_tokens).run()
     return replies
+
+
+def answered_batches(
+    model: Model,
+    ctx: RankContext,
+    tokenizer: Tokenizer,
+    items: Sequence[ExamItem],
+    *,
+    thinking: bool = False,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = 64,
+) -> list[TokenBatch]:
+    """The items with the model's own greedy answers behind them, as whole sequences: read again, a batch gives the
+    logits from which each token of the answers was taken. For one pipeline stage."""
+    batches = []
+    for start in range(0, len(items), batch_size):
+        exam = _Exam(model, ctx, tokenizer, items[start : start + batch_size], thinking, max_new_tokens)
+        exam.run()
+        batches.append(exam.answered())
+    return batches
 
 
 class _Exam:
@@ -106,24 +127,32 @@ class _Exam:
         tokens: list[int] = self.ctx.pp.broadcast(chosen, self.ctx.pp.size - 1).tolist()
         return tokens
 
+    def answered(self) -> TokenBatch:
+        """After `run`: every prompt and what was answered, the last token aside, which nothing follows."""
+        rows: list[int] = []
+        offset = 0
+        sequences = [[*p.token_ids, *new[:-1]] for p, new in zip(self.prompts, self.new, strict=True)]
+        for prompt, sequence in zip(self.prompts, sequences, strict=True):
+            rows += range(offset + len(prompt.token_ids) - 1, offset + len(sequence))
+            offset += len(sequence)
+        batch = self._with_images(TokenBatch.whole(sequences, device=self.ctx.device))
+        return replace(batch, logit_rows=torch.tensor(rows, device=self.ctx.device))
+
     def _prefill(self) -> TokenBatch:
-        batch = TokenBatch.whole([list(p.token_ids) for p in self.prompts], device=self.ctx.device)
+        whole = TokenBatch.whole([list(p.token_ids) for p in self.prompts], device=self.ctx.device)
+        return self._with_images(whole) if self.ctx.is_first_stage else whole
+
+    @torch.inference_mode()
+    def _with_images(self, batch: TokenBatch) -> TokenBatch:
         images = [image for group in self.images for image in group]
-        if not images or not self.ctx.is_first_stage:
+        if not images:
             return batch
         rows, offset = [], 0
-        for prompt in self.prompts:
+        for prompt, length in zip(self.prompts, batch.lengths, strict=True):
             rows += [offset + r for span in prompt.image_spans for r in range(span.start, span.start + span.count)]
-            offset += len(prompt.token_ids)
-        return TokenBatch(
-            token_ids=batch.token_ids,
-            lengths=batch.lengths,
-            starts=batch.starts,
-            slots=batch.slots,
-            logit_rows=batch.logit_rows,
-            image_rows=torch.tensor(rows, device=self.ctx.device),
-            image_features=self._features(images),
-        )
+            offset += length
+        image_rows = torch.tensor(rows, device=self.ctx.device)
+        return replace(batch, image_rows=image_rows, image_features=self._features(images))
 
     def _features(self, images: Sequence[ImageInput]) -> Tensor:
         assert self.model.spec.image is not None

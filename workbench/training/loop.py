@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.base import WorkbenchError
+from workbench.nn.denormal import denormals_as_zero
 from workbench.parallel import Group, RankContext, allocate, attach, build_stage
 from workbench.serving.inputs import read_tokenizer
 from workbench.training.answers import answer_items
@@ -85,12 +86,8 @@ class RankTrainer:
 
     def run(self) -> None:
         """Train to the end. Raises WorkbenchError where the loss is no longer a number."""
-        # Decays and gates run into numbers so small that processors compute them in microcode.
-        torch.set_flush_denormal(True)
-        try:
+        with denormals_as_zero():
             self._run()
-        finally:
-            torch.set_flush_denormal(False)
 
     def _run(self) -> None:
         metrics = None
