@@ -12,14 +12,16 @@ import argparse
 import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from apps.conversation import ChatService, Conversation, Options, stream_answer
+from apps.panel import panel_text
 from workbench.base import WorkbenchError
 from workbench.checkpoint import read_origin
 from workbench.deployment import Deployment
@@ -30,7 +32,7 @@ from workbench.serving.open import open_service
 from workbench.spec import read_spec
 from workbench.view import terminal_progress
 
-__all__ = ["build_app", "examples_for", "launch", "main", "running_service"]
+__all__ = ["build_app", "examples_for", "launch", "main", "running_service", "side_panel"]
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 IMAGES, SCENES = DATA / "images", DATA / "scenes"
@@ -63,8 +65,10 @@ def build_app(
     examples: Sequence[Example] = EXAMPLES,
     max_tokens: int = 512,
     num_parallel: int = 4,
+    panel: Callable[[], str] | None = None,
 ) -> gr.Blocks:
-    """The page over a service that is already running; `facts` (Markdown) says what is being talked to.
+    """The page over a service that is already running; `facts` (Markdown) says what is being talked to, and `panel`
+    what stands at its side: it is asked when a page opens, while it is open on request, and after each answer.
 
     At most `num_parallel` answers are under way at once, the others wait in the page's queue. Visitors share nothing
     but the service.
@@ -97,6 +101,12 @@ def build_app(
     def leave(request: gr.Request) -> None:
         visitors.leave(request.session_hash)
 
+    def figures() -> str:
+        try:
+            return panel() if panel is not None else ""
+        except WorkbenchError as error:
+            return str(error)
+
     def ready() -> tuple[Any, ...]:
         return gr.MultimodalTextbox(interactive=True), gr.Button(interactive=False)
 
@@ -109,6 +119,10 @@ def build_app(
 
     uploads = (KEEP_UPLOADS_S, KEEP_UPLOADS_S)  # look this often, delete what is older
     with gr.Blocks(title="workbench chat", analytics_enabled=False, fill_height=True, delete_cache=uploads) as app:
+        if panel is not None:
+            with gr.Sidebar(position="right", open=False, width=300, elem_id="side"):
+                side = gr.Markdown(elem_id="panel")
+                refresh = gr.Button("Refresh", size="sm", elem_id="refresh")
         gr.Markdown(facts, elem_id="facts")
         conversation = gr.State(Conversation())
         chat = gr.Chatbot(
@@ -157,6 +171,10 @@ def build_app(
             **page,
         )
         running.then(ready, None, [box, stop_button], **page)
+        if panel is not None:
+            running.then(figures, None, [side], **page)
+            refresh.click(figures, None, [side], **page)
+            app.load(figures, None, [side], **page)
         everything = [conversation, chat, note, box, stop_button]
         # Cancel first: run beside it, the handler would be overtaken by the last update of the answer.
         for event, handler, inputs in (
@@ -204,6 +222,12 @@ def launch(app: gr.Blocks, *, port: int | None = None, wait: bool = True) -> str
         print(f"chat is at {url} (Ctrl-C ends it)", flush=True)
         app.block_thread()
     return url
+
+
+def side_panel(service: MultimodalInferenceService) -> Callable[[], str]:
+    """What stands at the side of the page: figures of the service, and of its ranks where it has some."""
+    model = service.model
+    return partial(panel_text, service, model.stats if isinstance(model, Deployment) else None)
 
 
 @contextmanager
@@ -270,6 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
                 examples=examples_for(args.model),
                 max_tokens=longest,
                 num_parallel=args.slots,
+                panel=side_panel(service),
             )
             launch(app, port=args.port)
     except WorkbenchError as error:

@@ -17,7 +17,10 @@ from scripted import ScriptedService
 
 from apps.chat import EXAMPLES, build_app, examples_for, launch, main
 from apps.conversation import Conversation
-from workbench.base import RequestError
+from apps.panel import panel_text
+from workbench.base import DeploymentError, RequestError
+from workbench.deployment import RankStats
+from workbench.serving import EngineStats
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +67,57 @@ def test_refusal_of_the_service_is_shown_in_the_conversation(app: gr.Blocks, ser
     assert "does not fit" in shown[-1]["content"]
     assert "does not fit" in note
     assert conversation.turns[-1].state == "failed"
+
+
+def rank_stats(rank: int, *, device_bytes: int | None) -> RankStats:
+    return RankStats(
+        rank=rank,
+        place="",
+        host="here",
+        pid=1,
+        device="cpu" if device_bytes is None else "card",
+        resident_bytes=3_000_000,
+        peak_resident_bytes=5_000_000,
+        device_bytes=device_bytes,
+        cache_bytes=70_000,
+        num_images=0,
+        num_pages=0,
+        collectives={},
+        last_collective="",
+    )
+
+
+def test_the_panel_has_the_figures_of_the_engine_and_of_each_rank() -> None:
+    class Busy:
+        def stats(self) -> EngineStats:
+            return EngineStats(
+                num_waiting=7, num_running=3, num_free_slots=1, num_steps=1234, num_aborted=2, num_cached_tokens=512,
+                num_drafted=8, num_accepted=6,
+            )  # fmt: skip
+
+    ranks = [rank_stats(0, device_bytes=None), rank_stats(1, device_bytes=9_000_000)]
+    lines = panel_text(Busy(), lambda: ranks).splitlines()
+    assert lines[:2] == ["| engine | now |", "|---|---|"]
+    told = dict(line.strip("| ").split(" | ") for line in lines[2:])
+    assert told["answers under way"] == "3 of 4"
+    assert (told["waiting"], told["steps"], told["prompt tokens not read again"]) == ("7", "1,234", "512")
+    assert told["guesses that held"] == "75% of 8"
+    assert (told["rank 0 (cpu)"], told["rank 1 (card)"]) == ("3 MB", "9 MB")
+    assert told["rank 1, cache"] == "70 kB"
+    assert "guesses" not in panel_text(Idle())
+
+
+class Idle:
+    def stats(self) -> EngineStats:
+        return EngineStats(num_waiting=0, num_running=0, num_free_slots=4, num_steps=0, num_aborted=0)
+
+
+def test_the_panel_says_why_it_has_no_figures_and_a_page_without_one_has_no_side(service: ScriptedService) -> None:
+    def lost() -> str:
+        raise DeploymentError("rank 1 died")
+
+    assert "rank 1 died" in handlers(build_app(service, facts="", panel=lost))["figures"]()
+    assert "figures" not in handlers(build_app(service, facts=""))
 
 
 def test_nothing_is_said_to_a_visitor_who_has_left(app: gr.Blocks) -> None:

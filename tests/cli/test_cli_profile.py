@@ -30,6 +30,7 @@ def test_a_server_is_measured_token_by_token_and_recorded_with_its_circumstances
         options = ("--record", record, "--trace", trace, "--slo-first-token", 60, "--goodput", 1.0)
         first = call("profile", url, *SMALL, *options, "--concurrency", 2, "--json")
         again = call("profile", url, *SMALL, "--record", record, "--rate", 200, "--burst", 2, "--ignore-eos")
+        refused = call("profile", url, *SMALL, "--record", tmp_path / "r.jsonl", "--field", "echo=true")
         failing = call("profile", url, *SMALL, "--record", tmp_path / "f.jsonl", "--answer-tokens", 10**6)
     assert first.code == 0, first.err
     summary = first.record["load"]["summary"]
@@ -50,6 +51,8 @@ def test_a_server_is_measured_token_by_token_and_recorded_with_its_circumstances
         assert environment["commit"] is None or len(environment["commit"]) == 40
         assert environment["command"]
     assert any(event["name"] == "tokens" for event in json.loads(trace.read_text())["traceEvents"])
+    assert refused.code == 1, "the field is in the request, and this server refuses it"
+    assert "echo is not supported" in refused.out
     assert failing.code == 1, "requests that fail are the answer no"
     assert "RequestError" in failing.out
 

@@ -43,6 +43,18 @@ def ok_server():
 # forms
 
 
+def test_special_tokens_are_shown_where_they_are_asked_for_and_every_token_has_its_text_then():
+    ids = [*b"ok", MARKS.close, *b"response", MARKS.sep, MARKS.end_of_msg]
+    with served(ids) as server:
+        shown = server.post(ask(skip_special_tokens=False, logprobs=True)).json["choices"][0]
+        usual = server.post(ask(skip_special_tokens=True)).json["choices"][0]
+    names = [TOKENIZER.decode([token], show_markers=True) for token in ids if token not in TOKENIZER.stop_ids]
+    assert shown["message"]["content"] == "".join(names)
+    assert "<|close|>" in shown["message"]["content"]
+    assert [entry["token"] for entry in shown["logprobs"]["content"]] == names
+    assert usual["message"]["content"] == "ok"
+
+
 def test_a_chat_is_answered_in_the_published_form():
     with served(said("grüße 한")) as server:
         got = server.post(ask())

@@ -80,6 +80,8 @@ def test_a_body_that_is_no_json_object_is_refused(server, body):
         ("top_k", "-2"),
         ("min_p", "1.0000001"),
         ("repetition_penalty", "0"),
+        ("min_tokens", "-1"),
+        ("min_tokens", "9" * 400),
         ("n", "-1"),
         ("n", "4294967297"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,11 +117,21 @@ def test_rows_meet_their_own_steps_and_reading_steps_have_none():
 @pytest.mark.parametrize(
     "wrong",
     [{"min_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0.0}, {"presence_penalty": math.inf}, {"num_logprobs": 21},
-     {"frequency_penalty": "1"}, {"num_logprobs": True}],
+     {"frequency_penalty": "1"}, {"num_logprobs": True}, {"min_tokens": -1}, {"min_tokens": 9, "max_tokens": 8}],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(wrong):
     with pytest.raises(RequestError):
         SamplingParams(**wrong)
+
+
+def test_an_answer_does_not_end_before_it_is_long_enough_unless_nothing_else_may_come():
+    row, only_the_end = torch.tensor([0.5, 3.0, 1.0, 2.0]), bytes([0b0010, 0, 0, 0])
+    params = SamplingParams(min_tokens=2, stop_ids=(1, 3))
+    assert [sample_row(row, params, idx).token_id for idx in range(3)] == [2, 2, 1]
+    assert sample_row(row, params, 0, allowed=only_the_end).token_id == 1
+    warm = SamplingParams(min_tokens=2, stop_ids=(1, 3), temperature=2.0)
+    drawn = [{sample_row(row, replace(warm, seed=seed), idx).token_id for seed in range(200)} for idx in (1, 2)]
+    assert drawn == [{0, 2}, {0, 1, 2, 3}]
 
 
 def test_the_history_reaches_the_runner_step_by_step_only_where_it_is_needed():

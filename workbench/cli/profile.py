@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,14 @@ def add(commands: Commands) -> None:
     load.add_argument("--image-size", type=_size, default="224x224", metavar="WxH", help="in pixels (default 224x224)")
     load.add_argument("--seed", type=int, default=0, help="of lengths, words, pictures and arrivals (default 0)")
     load.add_argument("--ignore-eos", action="store_true", help="with an address: ask for answers of full length")
+    load.add_argument(
+        "--field",
+        type=_field,
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="with an address: a further field of every request, such as top_k=40; may be repeated",
+    )
     goal = profile.add_argument_group("what is good")
     goal.add_argument("--slo-first-token", type=seconds, metavar="S")
     goal.add_argument("--slo-per-token", type=seconds, metavar="S")
@@ -157,8 +166,11 @@ def _target(args: argparse.Namespace) -> Iterator[tuple[Target, Deployment | Non
             raise UsageError("--layout, --ranks and --operators are for a checkpoint folder, not for an address")
         key = read_api_key(args.api_key_file) if args.api_key_file is not None else None
         service = RemoteService(args.path, api_key=key, model=args.model_name, timeout_s=args.timeout)
-        yield ServerTarget(service, fields={"ignore_eos": True} if args.ignore_eos else None), None, None
+        fields = {**({"ignore_eos": True} if args.ignore_eos else {}), **dict(args.field)}
+        yield ServerTarget(service, fields=fields), None, None
         return
+    if args.field:
+        raise UsageError("--field is for an address, not for a checkpoint folder")
     from workbench.serving import open_service, read_tokenizer
     from workbench.spec import read_spec
 
@@ -230,6 +242,16 @@ def _lengths(text: str) -> Lengths:
         return Lengths(least=int(match[1]), most=int(match[2] or match[1]), is_logarithmic=bool(match[3]))
     except ConfigError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a length such as 64, 16..512 or 16..512~") from None
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, is_pair, value = text.partition("=")
+    try:
+        if name.isidentifier() and is_pair:
+            return name, json.loads(value)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f'{text!r} is not a field such as top_k=40 or stop="END"')
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -30,21 +30,24 @@ class Piece:
 
 
 class ChannelStream(Protocol):
-    """Ids in, text out by channel."""
+    """Ids in, text out by channel. `shows_markers`: reserved ids are text, too."""
 
     @property
     def channel(self) -> Channel | None: ...
+    @property
+    def shows_markers(self) -> bool: ...
     def push(self, token_id: int) -> list[AnswerDelta]: ...
     def flush(self) -> list[AnswerDelta]: ...
 
 
 class PlainStream:
-    """All text is response, as where a prompt has no message form; reserved ids are left out."""
+    """All text is response, as where a prompt has no message form; reserved ids are left out, or shown by name."""
 
     channel: Channel = "response"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._text = tokenizer.stream()
+    def __init__(self, tokenizer: Tokenizer, *, show_markers: bool = False) -> None:
+        self.shows_markers = show_markers
+        self._text = tokenizer.stream(show_markers=show_markers)
 
     def push(self, token_id: int) -> list[AnswerDelta]:
         text = self._text.push(token_id)
@@ -77,7 +80,8 @@ class AnswerPieces:
     def push(self, event: TokenEvent) -> list[Piece]:
         if self.is_stopped:
             return []
-        is_text = self._stream.channel == "response" and not self._tokenizer.is_reserved(event.token_id)
+        is_shown = self._stream.shows_markers or not self._tokenizer.is_reserved(event.token_id)
+        is_text = self._stream.channel == "response" and is_shown
         deltas = self._stream.push(event.token_id)
         if is_text:
             grown = sum(len(delta.text) for delta in deltas)

@@ -31,7 +31,8 @@ class SamplingParams:
     of ids in the prompt or the answer, `presence_penalty` is taken once from each id of the answer, `frequency_penalty`
     once per occurrence. `num_logprobs` likeliest ids are told with each token.
 
-    Generation ends after `max_tokens`, or earlier at one of `stop_ids`. Raises RequestError for a value out of range.
+    Generation ends after `max_tokens`, or earlier at one of `stop_ids`, none of which is chosen among the first
+    `min_tokens` tokens while anything else may come. Raises RequestError for a value out of range.
     """
 
     temperature: float = 0.0
@@ -45,6 +46,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     num_logprobs: int = 0
+    min_tokens: int = 0
 
     @property
     def needs_history(self) -> bool:
@@ -64,6 +66,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, 0, 1 << 31)
         _integer("seed", self.seed, 0, MAX_SEED)
         _integer("max_tokens", self.max_tokens, 1, 1 << 31)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         for stop_id in self.stop_ids:
             _integer("stop_ids", stop_id, 0, 1 << 31)
 

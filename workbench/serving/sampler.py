@@ -103,7 +103,7 @@ def draw(mass_V: Tensor, seed: int, step_idx: int) -> int:
 
 
 def _choosable(logits_V: Tensor, params: SamplingParams, step_idx: int, history: bytes, allowed: bytes) -> Tensor:
-    """Logits with penalties, -inf where a constraint forbids."""
+    """Logits with penalties, -inf where a constraint forbids, and at the ids that would end the answer too early."""
     if not bool(torch.isfinite(logits_V).all()):
         bad = int((~torch.isfinite(logits_V)).sum())
         raise DeploymentError(
@@ -117,6 +117,10 @@ def _choosable(logits_V: Tensor, params: SamplingParams, step_idx: int, history:
         chosen_V = torch.where(unpacked(allowed, len(logits_V)), chosen_V, -torch.inf)
         if not bool((chosen_V > -torch.inf).any()):
             raise DeploymentError("no token may be chosen", next_step="A bug: a constraint must always leave a way on")
+    if step_idx < params.min_tokens and params.stop_ids:
+        longer_V = chosen_V.index_fill(0, torch.tensor(params.stop_ids), -torch.inf)
+        # A grammar that is complete leaves only the end: a longer answer would have to break it.
+        return longer_V if bool((longer_V > -torch.inf).any()) else chosen_V
     return chosen_V
 
 

@@ -64,6 +64,8 @@ class CommonFields(Fields):
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=2)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    skip_special_tokens: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -86,6 +88,11 @@ class CommonFields(Fields):
     def running_usage(self) -> bool:
         """Whether every chunk is to say how many tokens its choice has so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def shows_markers(self) -> bool:
+        """Whether reserved ids are part of the text, by their names."""
+        return self.skip_special_tokens is False
 
     @property
     def num_choices(self) -> int:
@@ -204,6 +211,7 @@ def draws(
         "max_tokens": max_tokens,
         "num_logprobs": num_logprobs,
         "stop_ids": () if fields.ignore_eos else stop_ids,
+        "min_tokens": fields.min_tokens or 0,
     }
     try:
         return [SamplingParams(**common, seed=(seed + i) % 2**64) for i in range(fields.num_choices)]

@@ -24,6 +24,7 @@ from workbench.serving.inputs import (
     Message,
     PromptTokens,
     TextPart,
+    Tokenizer,
     check_text,
 )
 from workbench.serving.pieces import AnswerPieces, PlainStream
@@ -66,8 +67,9 @@ def prepare_chat(
 
     def new_pieces() -> AnswerPieces:
         tokenizer = service.tokenizer
-        plain = fields.ignore_eos  # what comes after the end of the message is not in its form
-        stream = PlainStream(tokenizer) if plain else AnswerStream(tokenizer, thinking=thinking)
+        # What comes after the end of the message is not in its form, and neither is text with its markup.
+        plain = fields.ignore_eos or fields.shows_markers
+        stream = _plain(fields, tokenizer) if plain else AnswerStream(tokenizer, thinking=thinking)
         return AnswerPieces(tokenizer, stop=StopMatcher(fields.stops), stream=stream)
 
     sampling = draws(
@@ -98,7 +100,7 @@ def prepare_completion(
     tokenizer, room = service.tokenizer, service.model.info.max_tokens
 
     def new_pieces() -> AnswerPieces:
-        return AnswerPieces(tokenizer, stop=StopMatcher(fields.stops), stream=PlainStream(tokenizer))
+        return AnswerPieces(tokenizer, stop=StopMatcher(fields.stops), stream=_plain(fields, tokenizer))
 
     check_choices(fields, settings, num_prompts=len(fields.prompts))
     asks = []
@@ -127,6 +129,10 @@ def check_choices(fields: CommonFields, settings: ServerSettings, *, num_prompts
             code="invalid_value",
             param="n",
         )
+
+
+def _plain(fields: CommonFields, tokenizer: Tokenizer) -> PlainStream:
+    return PlainStream(tokenizer, show_markers=fields.shows_markers)
 
 
 def _message(message: ChatMessage, images: list[bytes], settings: ServerSettings) -> Message:

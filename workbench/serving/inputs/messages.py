@@ -259,6 +259,8 @@ class AnswerStream:
     and nothing after the end of the message is read. No marker or element name ever shows up as text.
     """
 
+    shows_markers = False
+
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool = False) -> None:
         self.is_complete = False
         self._tokenizer = tokenizer

@@ -92,9 +92,9 @@ class Tokenizer:
         data = b"".join(self.token_bytes(i, show_markers=show_markers) for i in ids)
         return data.decode("utf-8", "replace")
 
-    def stream(self) -> TextStream:
-        """A decoder for ids that arrive one by one."""
-        return TextStream(self)
+    def stream(self, *, show_markers: bool = False) -> TextStream:
+        """A decoder for ids that arrive one by one; reserved ids are left out or named."""
+        return TextStream(self, show_markers=show_markers)
 
     def _reserved_name(self, token_id: int) -> str:
         return self._names.get(token_id, f"<|reserved_token_{token_id}|>")
@@ -111,13 +111,13 @@ class TextStream:
     The pieces from `push` and the last one from `flush` join to exactly `Tokenizer.decode` of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, show_markers: bool = False) -> None:
+        self._tokenizer, self._show_markers = tokenizer, show_markers
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes, often none. Raises TokenizerError outside the vocabulary."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id, show_markers=self._show_markers))
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character whose last bytes never came, else nothing."""
