@@ -183,3 +183,14 @@ def test_published_index_without_its_files_is_one_error_per_file(published: Path
     assert len(report.errors) == 96
     assert sum(len(finding.tensors) for finding in report.errors) == 497_220
     assert report.warnings == ()
+
+
+def test_storage_is_shown_module_by_module_with_the_rule_that_keeps_one_plain() -> None:
+    root = Path(__file__).resolve().parents[1] / "golden" / "families" / "kimi_k25-int4"
+    (table,) = (table for table in inspect_checkpoint(root).tables() if table.title == "Storage by module")
+    rows = {row[0]: row[1:] for row in table.rows}
+    layers = "language_model.model.layers.*"
+    assert rows[f"{layers}.mlp.experts.*.up_proj"] == (4, "int4_packed", "quantised", "", "")
+    assert rows[f"{layers}.self_attn.o_proj"] == (2, "plain", "plain", "re:.*self_attn.*", "")
+    assert rows["language_model.lm_head"] == (1, "plain", "plain", "lm_head", "")
+    assert not any("storage" in table.title.lower() for table in inspect_checkpoint(root.parent / "llama").tables())

@@ -20,7 +20,7 @@ from workbench.spec import ModelSpec, count_model, missing_blocks, parse_config,
 PAGE = HERE.parents[1] / "docs" / "families.md"
 GOLDENS = HERE / "families"
 WAYS = ("load", "prefill", "decode", "batch")
-LAYOUTS = ("tp2", "pp2", "tp2xep2")
+LAYOUTS = ("tp2", "pp2", "tp2xep2", "dp2xep2")
 HEAD = """# Families
 
 Which model families are read, and which run. Made by `PYTHONPATH=. python tests/golden/families_table.py`; everything
@@ -39,11 +39,26 @@ Families that are read, counted, audited and planned, and are refused for runnin
 
 """
 TAIL = """
-Images enter these models as patches, at the level of the model (`Model.encode_images`, `TokenBatch`): `serve` takes
-images for K3 alone, and text for all. Towers take single images, not videos. Multi-token-prediction layers do not run:
-a checkpoint may hold them, and they are counted apart and not read. FP8 tiles are expanded to the activation dtype, or
-encoded anew row by row (`--precision fp8`), never kept as tiles. A layer with a window keeps the keys and values of
-every token. Training, the step-by-step reference (`workbench align`) and the parity gates of `day0` are K3's alone.
+`stored as` is what the files of that row hold. INT4, NVFP4 and the AWQ order were unpacked for transformers by
+compressed-tensors 0.20, GPTQ by a loop over single weights. Such matrices are expanded to the activation dtype, or
+encoded anew by `--precision`; MXFP4, INT4 in groups of 32, and FP8 and INT8 by row also stay as they are under the
+precision of the same name. A slice that would cut a group of columns, a word of eight rows or a tile is refused before
+a load, and so is a slice of the columns of GPTQ with `desc_act`. Static scales of activations (`input_scale`) are not
+used.
+
+Chats: Kimi K3's own message form, else the Jinja template that ships with a checkpoint, rendered in a sandbox. Its ids
+are those of transformers (`tests/golden/templates`), but the name of a reserved token in a message stays text. Files of
+tokenizers: byte-level `tokenizer.json`, and `tiktoken.model` with Kimi's split. A template that needs code, chats laid
+out by Python code alone, and vocabularies that are not byte-level (Mixtral's) are refused with the reason.
+
+Images enter these models as patches, at the level of the model (`Model.encode_images`, `TokenBatch`). `serve` takes
+images for K3 and, where its preprocessor file is there, for Kimi-K2.5 (`tests/serving/test_other_images.py`); for the
+Qwen towers, whose positions have three axes, it does not. Towers take single images, not videos.
+
+Multi-token-prediction layers do not run: a checkpoint may hold them, and they are counted apart and not read. FP8 tiles
+are expanded to the activation dtype, or encoded anew row by row (`--precision fp8`), never kept as tiles. A layer with
+a window keeps the keys and values of every token. Training, the step-by-step reference (`workbench align`) and parity
+gates of `day0` are K3's alone.
 """
 
 

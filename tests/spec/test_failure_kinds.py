@@ -326,7 +326,9 @@ def test_k09_rules_of_fp8_editions_reach_routers_and_nothing_beside_them() -> No
 
 def test_k09_a_rule_without_the_wrappers_prefix_matches_nothing_and_is_named() -> None:
     config = config_of("kimi_k2 wrapped")
-    ignore = config["text_config"]["quantization_config"]["ignore"]
+    assert resolve_quant_rules(parse_config(config)).unused_rules == ()  # inside text_config, of the text's own names
+    config["quantization_config"] = config["text_config"].pop("quantization_config")
+    ignore = config["quantization_config"]["ignore"]
     assert resolve_quant_rules(parse_config(config)).unused_rules == ("lm_head",)  # the head is language_model.lm_head
     ignore[0] = "language_model.lm_head"
     assert resolve_quant_rules(parse_config(config)).unused_rules == ()
@@ -337,7 +339,7 @@ def test_k09_a_rule_without_the_wrappers_prefix_matches_nothing_and_is_named() -
 def test_k09_experts_alone_are_packed_where_the_rules_spare_everything_else() -> None:
     spec = parse_config(CONFIGS["kimi_k2 wrapped"])
     packed = {tensor.role for tensor in published_tensors(spec) if tensor.is_quantised}
-    assert packed == {"routed_expert", "head"}  # the head, because the rule for it misses the prefix
+    assert packed == {"routed_expert"}
     table = resolve_quant_rules(spec).table().render()
     assert "language_model.model.layers.*.mlp.experts.*.down_proj" in table
     assert "int4_packed" in table

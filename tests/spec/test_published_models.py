@@ -6,6 +6,7 @@ not the one a publisher states, the reason stands beside it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -20,6 +21,8 @@ from workbench.spec import (
     parse_config,
     state_bytes_per_sequence,
 )
+from workbench.spec.overview import FamilyReport, describe_configs
+from workbench.spec.published import PUBLISHED as STATED
 
 CONFIGS = REFERENCE / "configs"
 pytestmark = pytest.mark.skipif(not CONFIGS.is_dir(), reason="no copy of the published configs here")
@@ -113,3 +116,29 @@ def test_deepseek_v3_files_weigh_what_is_published_with_their_draft_layer() -> N
 )
 def test_checkpoint_bytes_follow_from_the_storage_scheme(name: str, gigabytes: float) -> None:
     assert round(count_model(spec_of(name)).weight_bytes / 1e9, 1) == gigabytes
+
+
+def test_each_figure_is_the_published_one_or_a_remark_says_why_not() -> None:
+    for name, (total, active, kv, state, index) in PUBLISHED.items():
+        known = STATED[name.replace("__", "/")]
+        has_count = known.total is not None
+        pairs = ((total, known.total), (active, known.active), (kv, known.kv), (state, known.state))
+        is_same = has_count and all(ours == theirs for ours, theirs in pairs) and index == known.index
+        assert is_same == (not known.remark), name
+    assert STATED.keys() == {name.replace("__", "/") for name in PUBLISHED} | {"moonshotai/Kimi-K3"}
+
+
+def test_the_table_holds_figures_against_published_ones_and_names_those_that_differ() -> None:
+    report = describe_configs(CONFIGS / "allenai__OLMoE-1B-7B-0125-Instruct.json")
+    assert rows_against(report) == [("total, active, KV", "6.92; 1.18; 131072", "6.92; 1.18; 131072", "all")]
+    off = dataclasses.replace(report.lines[0], active_params=1_190_000_000, state_bytes=8)
+    (row,) = rows_against(FamilyReport(lines=(off,), refused=()))
+    assert row[1] == "6.92; 1.19; 131072; 8"
+    assert row[3] == "not active, state"
+    unknown = dataclasses.replace(off, name="nobody__Nothing-1B")
+    assert rows_against(FamilyReport(lines=(unknown,), refused=())) == []
+
+
+def rows_against(report: FamilyReport) -> list[tuple[object, ...]]:
+    tables = [table for table in report.tables() if table.title == "Against published figures"]
+    return [row[2:6] for table in tables for row in table.rows]

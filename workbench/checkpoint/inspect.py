@@ -13,13 +13,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.base import Cell, CheckpointError, Table, human, short_repr
+from workbench.base import Cell, CheckpointError, ConfigError, Table, human, short_repr
 from workbench.checkpoint.checkpoint import list_shards
 from workbench.checkpoint.header import read_header
 from workbench.checkpoint.index import ShardIndex, find_index, read_index
 from workbench.checkpoint.names import NameMatch, match_names
 from workbench.checkpoint.origin import read_origin
-from workbench.spec import ModelCounts, ModelSpec, TensorSpec, count_draft, count_model, missing_blocks, read_spec
+from workbench.spec import (
+    ModelCounts,
+    ModelSpec,
+    QuantTable,
+    TensorSpec,
+    count_draft,
+    count_model,
+    missing_blocks,
+    read_spec,
+    resolve_quant_rules,
+)
 
 __all__ = ["InspectReport", "NameSummary", "ShardSummary", "inspect_checkpoint"]
 
@@ -65,13 +75,15 @@ class InspectReport:
     names: NameSummary | None
     shards: ShardSummary | None
     sources: tuple[str, ...]
+    storage: QuantTable | None = None  # module by module, for a model that is quantised by rules
 
     def tables(self) -> tuple[Table, ...]:
-        """Everything worth reading, as tables: model, layers, weights, tokens, vision, files, unknown keys."""
+        """Everything worth reading, as tables: model, layers, weights, storage, tokens, vision, files, unknown keys."""
         made = (
             _model_table(self.spec, self.counts),
             _layer_table(self.counts),
             _weight_table(self.counts),
+            Table(title="Storage by module", columns=(), rows=()) if self.storage is None else self.storage.table(),
             _token_table(self.spec),
             _vision_table(self.spec),
             self._files_table(),
@@ -163,7 +175,25 @@ def inspect_checkpoint(path: Path | str) -> InspectReport:
     if shards is not None:
         sources.append(f"headers of {shards.num_files} files")
     counts = count_model(spec, expected)
-    return InspectReport(path=str(path), spec=spec, counts=counts, names=names, shards=shards, sources=tuple(sources))
+    return InspectReport(
+        path=str(path),
+        spec=spec,
+        counts=counts,
+        names=names,
+        shards=shards,
+        sources=tuple(sources),
+        storage=_storage(spec, held if shards is not None else None, expected),
+    )
+
+
+def _storage(spec: ModelSpec, held: set[str] | None, expected: Iterable[TensorSpec] | None) -> QuantTable | None:
+    """The rules against the files, against the published names where there are none; None where no rule can be read."""
+    if spec.quant is None:
+        return None
+    try:
+        return resolve_quant_rules(spec, held, expected)
+    except ConfigError:  # a pattern that is not safe to try: a finding of the audit
+        return None
 
 
 def _read_shards(root: Path) -> tuple[set[str], ShardSummary | None]:

@@ -7,20 +7,22 @@ reported, with what it looks like.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workbench.checkpoint.findings import Finding
 from workbench.checkpoint.header import TensorEntry
 from workbench.spec import ModelSpec, TensorSpec, draft_tensors, module_kind, published_tensors
 
-__all__ = ["NameMatch", "check_pairs", "check_tensors", "fits", "match_names", "name_findings"]
+__all__ = ["NameMatch", "as_stored", "check_pairs", "check_tensors", "fits", "match_names", "name_findings"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 # Parts that only a multi-token-prediction layer has, in the spelling of the DeepSeek family and its heirs.
 _MTP = re.compile(r"(?:^|\.)(?:mtp\w*|enorm|hnorm|eh_proj|shared_head)(?:\.|$)")
 _STACKED = re.compile(r"\.experts\.(?!\d)")
+_ALSO_AS = {"F32": ("BF16", "F16"), "BF16": ("F32", "F16"), "I32": ("I64",)}
 _PAIRS = (("weight_packed", "weight_scale"), ("weight", "weight_scale_inv"), ("weight", "weight_scale"))
 MAX_PADDING = 4096  # zeros behind the used entries; K3 has 32, more than this is another kind of tensor
 _HINT_UNKNOWN, _HINT_MISSING = 20, 2000  # closest names are searched only where that is quick
@@ -163,6 +165,7 @@ def check_tensors(
         want = expected.get(entry.name)
         if want is None:
             continue
+        want = as_stored(entry, want)
         if entry.dtype != want.dtype:
             yield _refused("wrong_dtype", spec, entry, want, f"stored as {entry.dtype}")
         if not fits(entry, want):
@@ -178,6 +181,20 @@ def check_tensors(
             "reference can tell which way round they are stored"
         )
         yield Finding(kind="square", severity="info", tensors=tuple(names), message=message)
+
+
+def as_stored(entry: TensorEntry, want: TensorSpec) -> TensorSpec:
+    """`want` as this header has it, where publishers differ and the header says all there is to know: the float type of
+    scales, the integer type of a shape written down, and a single number with or without a dimension of one."""
+    if want.scheme is None:
+        return want
+    dtypes = _ALSO_AS.get(want.dtype, ()) if want.part in ("weight_scale", "weight_shape") else ()
+    is_number = math.prod(want.shape) == 1 and entry.shape in ((), (1,)) and len(want.shape) < 2
+    return replace(
+        want,
+        dtype=entry.dtype if entry.dtype in dtypes else want.dtype,
+        shape=entry.shape if is_number else want.shape,
+    )
 
 
 def fits(entry: TensorEntry, want: TensorSpec) -> bool:

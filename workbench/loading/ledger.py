@@ -148,6 +148,7 @@ class Ledger:
         if self.check and scale.numel():
             highest = self._table[self._places[name, slot], 2]
             if scale.dtype != torch.uint8:  # in the terms of scale bytes: 0 is zero, 255 is NaN
+                scale = scale.float()  # eight-bit floats have no such tests of their own
                 scale = torch.where(scale.isfinite(), (scale != 0).to(torch.uint8), NAN_SCALE)
             torch.maximum(highest, scale.amax().float(), out=highest)
 

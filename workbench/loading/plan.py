@@ -11,16 +11,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from workbench.base import LoadError
 from workbench.checkpoint.checkpoint import Checkpoint
+from workbench.checkpoint.names import as_stored
 from workbench.loading.source import Extent, Source, fused_pieces, source_of
-from workbench.loading.transform import Transform, choose_transform
+from workbench.loading.transform import StoredForm, Transform, choose_transform
 from workbench.nn.linear import MatrixStore
-from workbench.placement import Layout, place, tile_unit
-from workbench.spec import TensorSpec, draft_tensors, published_tensors
+from workbench.placement import Layout, place
+from workbench.spec import SCHEMES, UNREAD_PARTS, TensorSpec, draft_tensors, published_tensors
 
 __all__ = ["Assignment", "Extent", "LoadPlan", "Source", "piece_of", "plan_load"]
 
@@ -56,7 +56,7 @@ class Assignment:
 
     @property
     def source_row_bytes(self) -> int:
-        return sum(source.row_bytes for source in self.sources.values())
+        return sum(source.row_bytes for source in self.sources.values() if not source.is_shared)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,7 +94,11 @@ def plan_load(checkpoint: Checkpoint, model: nn.Module, layout: Layout, rank: in
     Raises LoadError that lists, by name, tensors that are missing, that nothing asks for, or that have another dtype or
     shape than the model needs, and parameters that nothing fills.
     """
-    wanted = {tensor.name: tensor for tensor in published_tensors(checkpoint.spec)}
+    found = checkpoint.entries
+    wanted = {
+        tensor.name: as_stored(found[tensor.name], tensor) if tensor.name in found else tensor
+        for tensor in published_tensors(checkpoint.spec)
+    }
     drafts = {tensor.name for tensor in draft_tensors(checkpoint.spec)}
     problems = _Problems(checkpoint)
     for name in checkpoint.entries:
@@ -108,7 +112,7 @@ def plan_load(checkpoint: Checkpoint, model: nn.Module, layout: Layout, rank: in
     pieces: dict[tuple[str, int | None], _Pieces] = {}
     bytes_assigned = 0
     for tensor in wanted.values():
-        if tensor.part == "weight_shape":  # repeats what the other parts say
+        if tensor.part == "weight_shape" or tensor.part in UNREAD_PARTS:  # the shape repeats what the others say
             continue
         shard = place(checkpoint.spec, layout, coords, tensor)
         if shard is None:
@@ -116,9 +120,8 @@ def plan_load(checkpoint: Checkpoint, model: nn.Module, layout: Layout, rank: in
         bytes_assigned += shard.num_bytes
         entry = checkpoint.tensor(tensor.name)
         if tensor.num_stacked is None:
-            tile = tile_unit(checkpoint.spec) if tensor.part == "weight_scale_inv" else 1
             own = pieces.setdefault((shard.tensor.param, shard.slot), _Pieces())
-            own.add(tensor, source_of(entry, shard, tile=tile))
+            own.add(tensor, source_of(entry, shard))
             continue
         for piece in fused_pieces(entry, shard):
             pieces.setdefault((piece.param, piece.slot), _Pieces(twin=piece.twin)).add(tensor, piece.source)
@@ -180,22 +183,23 @@ def _assign(
     if len(parts) != len(pieces.tensors):
         problems.add("filled more than once", param)
         return None
-    dtypes: dict[str, torch.dtype] = {part: source.dtype for part, source in parts.items()}
+    first = pieces.tensors[0]
+    dtypes = {part: source.dtype for part, source in parts.items()}
+    stored = StoredForm(dtypes=dtypes, scheme=first.scheme, group_size=first.group_size)
     if is_matrix:
         assert isinstance(module, MatrixStore)
-        tile = max(source.tile for source in parts.values())
-        transform = choose_transform(dtypes, module.scheme, prefix, module.parts, tile=tile)
+        transform = choose_transform(stored, module.scheme, prefix, module.parts)
         local = module.logical_shape if slot is None else module.logical_shape[1:]
     else:
         parameter = getattr(module, leaf)
-        transform = choose_transform(dtypes, None, prefix, {leaf: parameter})
+        transform = choose_transform(stored, None, prefix, {leaf: parameter})
         local = tuple(parameter.shape) if slot is None else tuple(parameter.shape[1:])
     if transform is None:
         problems.add("no way to turn what is stored into what the model holds", f"{param} from {sorted(parts)}")
         return None
     if pieces.twin is not None:
         transform = transform.with_twin(prefix, pieces.twin.rpartition(".")[0])
-    padded = [tensor for tensor in pieces.tensors if _stored_rows(checkpoint, tensor) != _used_rows(tensor)]
+    padded = [x for x in pieces.tensors if x.used_rows is not None and _stored_rows(checkpoint, x) != x.used_rows]
     assignment = Assignment(
         param=param,
         slot=slot,
@@ -205,8 +209,8 @@ def _assign(
         num_columns=math.prod(local[1:]) * (1 if pieces.twin is None else 2),
         padding=tuple(_padding(checkpoint, tensor) for tensor in padded),
     )
-    for part, source in parts.items():
-        if not _fits(part, source, assignment):
+    for tensor, source in zip(pieces.tensors, pieces.sources, strict=True):
+        if not _fits(tensor, source, assignment):
             problems.add(
                 "local shape differs", f"{param}: {source.num_rows} rows of {source.row_shape} for {tuple(local)}"
             )
@@ -215,30 +219,31 @@ def _assign(
 
 
 SCALES = ("weight_scale", "weight_scale_inv", "scales")  # fewer numbers than weights
-PER_ITEM = {("weight_packed", torch.uint8): 2, ("weight_packed", torch.int32): 8, ("blocks", torch.uint8): 2}
 
 
-def _fits(part: str, source: Source, assignment: Assignment) -> bool:
+def _fits(tensor: TensorSpec, source: Source, assignment: Assignment) -> bool:
     """Whether a piece has as many rows, and values hold as many weights, as the parameter on this rank."""
+    if source.is_shared:
+        return True
     if source.num_rows != -(-assignment.num_rows // source.tile):
         return False
-    logical = math.prod(source.row_shape) * PER_ITEM.get((part, source.dtype), 1)
-    return part in SCALES or logical == assignment.num_columns
+    if tensor.scheme is None:
+        return math.prod(source.row_shape) == assignment.num_columns
+    if not tensor.weights:
+        return True
+    return math.prod(source.row_shape) * SCHEMES[tensor.scheme].per_item[1] == assignment.num_columns
 
 
 def _padding(checkpoint: Checkpoint, tensor: TensorSpec) -> Extent:
     entry = checkpoint.tensor(tensor.name)
     row_bytes = entry.num_bytes // entry.shape[0]
-    begin = entry.begin + _used_rows(tensor) * row_bytes
+    assert tensor.used_rows is not None
+    begin = entry.begin + tensor.used_rows * row_bytes
     return Extent(entry.file, begin, entry.end - begin, entry.end - begin, 1)
 
 
 def _stored_rows(checkpoint: Checkpoint, tensor: TensorSpec) -> int:
     return checkpoint.tensor(tensor.name).shape[0]
-
-
-def _used_rows(tensor: TensorSpec) -> int:
-    return tensor.shape[0] if tensor.used_rows is None else tensor.used_rows
 
 
 def _segment_notes(assignments: list[Assignment]) -> Iterator[str]:

@@ -7,6 +7,7 @@ Chunks of one batch lie in the slot in file order, so that neighbours in the fil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -96,7 +97,7 @@ def schedule(plan: LoadPlan, window: Window) -> Iterator[Batch]:
 def _chunks(plan: LoadPlan, window: Window) -> Iterator[Chunk]:
     for x in plan.assignments:
         sources = x.sources
-        finest = min(sources.values(), key=lambda source: source.tile)
+        finest = min((own for own in sources.values() if not own.is_shared), key=lambda own: own.tile)
         edges = [0, *accumulate(b - a for a, b in finest.row_ranges)]
         step = _rows_that_fit(x, window)
         for low, high in pairwise(edges):
@@ -110,12 +111,13 @@ def _chunks(plan: LoadPlan, window: Window) -> Iterator[Chunk]:
 
 
 def _rows_that_fit(x: Assignment, window: Window) -> int:
-    staged = window.slot - 2 * ALIGN * len(x.sources)
+    shared = sum(source.num_bytes for source in x.sources.values() if source.is_shared)
+    staged = window.slot - 2 * ALIGN * len(x.sources) - shared
     rows = staged // x.source_row_bytes
     per_row = x.transform.temporary_bytes * x.num_columns
     if per_row:
         rows = min(rows, window.temporary // per_row)
-    tile = max(source.tile for source in x.sources.values())
+    tile = math.lcm(*(source.tile for source in x.sources.values()))
     rows = rows // tile * tile if rows < x.num_rows else rows  # chunks begin where tiles do
     if rows < 1:
         least = "one row" if tile == 1 else f"a tile of {tile} rows"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from workbench.base import DTYPE_BITS
+from workbench.base import DTYPE_BITS, LoadError
 from workbench.checkpoint.header import TensorEntry
 from workbench.loading.transform import DTYPES
 from workbench.placement import Shard
+from workbench.spec import SCHEMES, TensorSpec
 
-__all__ = ["Extent", "FusedPiece", "Source", "fused_pieces", "source_of"]
+__all__ = ["Extent", "FusedPiece", "Source", "fused_pieces", "is_shared", "source_of"]
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -46,8 +47,9 @@ class Source:
     within a row   |....[=======]................|      `row_offset`, `row_bytes` out of `row_stride` bytes
 
     `base`: bytes of the tensor before its first row, for one matrix of a stack. `tile`: local rows that one stored row
-    stands for, 1 but for the scales of tiles. `num_lines`: of a matrix stored (columns, rows), how many such lines this
-    rank holds; a local row is then one place of every line, and the other fields speak of lines:
+    stands for, 1 but for the scales of tiles and for codes packed along rows. `is_shared`: all local rows need all of
+    it. `num_lines`: of a matrix stored (columns, rows), how many such lines this rank holds; a local row is then one
+    place of every line, and the other fields speak of lines:
 
     stored lines   |....[a b c]................|      `row_ranges`: places along a line, `row_shape` ends in the lines
                    |....[a b c]................|      `row_offset`: before the first line, `row_stride`: of a line
@@ -62,6 +64,7 @@ class Source:
     base: int = 0
     tile: int = 1
     num_lines: int = 0
+    is_shared: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -77,17 +80,18 @@ class Source:
 
     def rows_for(self, first: int, last: int) -> tuple[int, int]:
         """Own rows that local rows [first, last) of the parameter need; `first` is the first row of a tile."""
+        if self.is_shared:
+            return 0, self.num_rows
         return first // self.tile, -(-last // self.tile)
 
     def extents(self, first: int, last: int) -> Iterator[Extent]:
         """Bytes of own rows [first, last), in file order; rows that are whole in the file make one segment."""
-        if self.num_lines:
-            yield self._across(first, last)
-            return
         base = 0
         for start, stop in self.row_ranges:
             low, high = max(first - base, 0), min(last - base, stop - start)
-            if low < high:
+            if low < high and self.num_lines:
+                yield self._across(start + low, start + high)
+            elif low < high:
                 offset = self.entry.begin + self.base + (start + low) * self.row_stride + self.row_offset
                 count, length = high - low, self.row_bytes
                 if length == self.row_stride:
@@ -96,24 +100,43 @@ class Source:
             base += stop - start
 
     def _across(self, first: int, last: int) -> Extent:
-        """Places [first, last) of every line."""
-        ((start, _),) = self.row_ranges
+        """Stored places [first, last) of every line."""
         unit = self.row_bytes // self.num_lines
-        offset = self.entry.begin + self.base + self.row_offset + (start + first) * unit
+        offset = self.entry.begin + self.base + self.row_offset + first * unit
         count, length = self.num_lines, (last - first) * unit
         if length == self.row_stride:
             count, length = 1, length * count
         return Extent(self.entry.file, offset, length, self.row_stride, count)
 
 
-def source_of(entry: TensorEntry, shard: Shard, *, tile: int = 1) -> Source:
+def source_of(entry: TensorEntry, shard: Shard) -> Source:
     """The piece of a tensor that fills one parameter, or one slot of a stacked one."""
     shape, ranges = entry.shape, shard.ranges
+    if is_shared(shard.tensor):
+        return replace(_rows(entry, shape or (1,), ranges or (((0, 1),),)), is_shared=True)
+    if shard.tensor.is_transposed:
+        (line,), places = ranges
+        return _lines(entry, line, places, shape[1], tile=_tile(shard.tensor))
     if shard.tensor.param.endswith("A_log") and len(shape) > 1:  # a vector, stored by some with dimensions of one
         place = max(range(len(shape)), key=lambda d: shape[d])
         assert math.prod(shape) == shape[place], f"{entry.name}: {shape} is no vector"
         shape, ranges = (shape[place],), (ranges[place],)
-    return _rows(entry, shape, ranges, tile=tile)
+    return _rows(entry, shape, ranges, tile=_tile(shard.tensor))
+
+
+def is_shared(tensor: TensorSpec) -> bool:
+    """Whether every row of a quantised matrix needs all of this piece: the scale of the whole, the order of columns."""
+    return tensor.part == "g_idx" or (tensor.scheme is not None and math.prod(tensor.shape) == 1)
+
+
+def _tile(tensor: TensorSpec) -> int:
+    """Rows of the matrix that one stored row of a piece stands for."""
+    if tensor.scheme is None:
+        return 1
+    scheme = SCHEMES[tensor.scheme]
+    if scheme.is_transposed:  # zero points are packed along rows in both orders
+        return 8 if tensor.part == "qzeros" else scheme.per_item[0] if tensor.part == "qweight" else 1
+    return 1 if tensor.weights else scheme.unit(0, tensor.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,34 +167,25 @@ def fused_pieces(entry: TensorEntry, shard: Shard) -> Iterator[FusedPiece]:
         if tensor.is_interleaved:
             (twin,) = tensor.also_fills
             pairs = tuple((start // 2, stop // 2) for start, stop in ranges[0])
+            if _tile(tensor) > 1:
+                raise LoadError(f"{tensor.name}: rows that take turns cannot share the scale of a tile")
             source = _rows(entry, (shape[0] // 2, 2, *shape[1:]), (pairs, ((0, 2),), *ranges[1:]), base)
             yield FusedPiece(tensor.param, twin, slot, source)
             continue
         params = (tensor.param, *tensor.also_fills)
         own = [ranges[0]] if len(params) == 1 else [(part,) for part in ranges[0]]
         for param, rows in zip(params, own, strict=True):
-            yield FusedPiece(param, None, slot, _rows(entry, shape, (rows, *ranges[1:]), base))
+            yield FusedPiece(param, None, slot, _rows(entry, shape, (rows, *ranges[1:]), base, tile=_tile(tensor)))
 
 
 def _transposed_pieces(entry: TensorEntry, shard: Shard, slot: int, base: int) -> Iterator[FusedPiece]:
     """The same of one matrix stored (columns, rows)."""
     tensor = shard.tensor
-    ((first_line, last_line),), places = shard.ranges[1:]
-    num_lines, line_bytes = last_line - first_line, DTYPE_BITS[entry.dtype] * entry.shape[2] // 8
+    (line,), places = shard.ranges[1:]
 
     def piece(param: str, place: tuple[int, int], twin: str | None = None) -> FusedPiece:
         pair = () if twin is None else (2,)
-        source = Source(
-            entry=entry,
-            row_ranges=(place,),
-            row_shape=(*pair, num_lines),
-            row_offset=first_line * line_bytes,
-            row_bytes=num_lines * (line_bytes // entry.shape[2]) * math.prod(pair),
-            row_stride=line_bytes,
-            base=base,
-            num_lines=num_lines,
-        )
-        return FusedPiece(param, twin, slot, source)
+        return FusedPiece(param, twin, slot, _lines(entry, line, (place,), entry.shape[2], pair=pair, base=base))
 
     if tensor.is_interleaved:
         ((start, stop),), (twin,) = places, tensor.also_fills
@@ -179,6 +193,32 @@ def _transposed_pieces(entry: TensorEntry, shard: Shard, slot: int, base: int) -
         return
     for param, place in zip((tensor.param, *tensor.also_fills), places, strict=True):
         yield piece(param, place)
+
+
+def _lines(
+    entry: TensorEntry,
+    line: tuple[int, int],
+    places: Ranges,
+    line_length: int,
+    *,
+    pair: tuple[int, ...] = (),
+    base: int = 0,
+    tile: int = 1,
+) -> Source:
+    """Lines [start, stop) of a matrix stored (columns, rows), and places in each of them."""
+    first, last = line
+    item = DTYPE_BITS[entry.dtype] // 8
+    return Source(
+        entry=entry,
+        row_ranges=places,
+        row_shape=(*pair, last - first),
+        row_offset=first * line_length * item,
+        row_bytes=(last - first) * item * math.prod(pair),
+        row_stride=line_length * item,
+        base=base,
+        tile=tile,
+        num_lines=last - first,
+    )
 
 
 def _rows(

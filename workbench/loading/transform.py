@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from workbench.nn.quant import SCHEMES, Decoder, FP8Tiles, Scheme
+from workbench.nn.quant import AWQ, GPTQ, NVFP4, SCHEMES, Decoder, FP8Tiles, PackedInt4, Scheme
+from workbench.nn.quant.int4 import GROUP_SIZE as INT4_GROUP_SIZE
+from workbench.spec.storage import SchemeName
 
-__all__ = ["DTYPES", "Transform", "choose_transform"]
+__all__ = ["DTYPES", "StoredForm", "Transform", "choose_transform"]
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -27,19 +29,20 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-# Parts in the file, by dtype -> the scheme of ours that means the same.
-STORED_SCHEMES: dict[str, dict[str, torch.dtype]] = {
-    "mxfp4": {"weight_packed": torch.uint8, "weight_scale": torch.uint8},
-    "mxfp4_blocks": {"blocks": torch.uint8, "scales": torch.uint8},
-    "fp8_block": {"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32},
-    "fp8": {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32},
-    "int8": {"weight": torch.int8, "weight_scale": torch.bfloat16},
-    "int4": {"weight_packed": torch.int32, "weight_scale": torch.bfloat16},
-}
 
 # Temporary bytes per weight, at most, while rows are expanded (codes as indices, then values before and after scaling)
 # and while they are encoded (groups, magnitudes, scaled values, 64-bit bucket numbers of MXFP4).
 EXPAND_BYTES, ENCODE_BYTES = 14, 36
+WITH_ZERO_POINTS, ZERO_POINT_BYTES = ("int4_awq", "int4_gptq"), 14  # a zero point and a scale for each weight
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """The pieces of one matrix or vector in the files, by part, and the scheme that the config declares for them."""
+
+    dtypes: Mapping[str, torch.dtype]
+    scheme: SchemeName | None = None
+    group_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ class Transform:
     @property
     def temporary_bytes(self) -> int:
         """Host bytes per weight beyond the staged bytes and the target."""
-        return (EXPAND_BYTES if self.decode else 0) + (ENCODE_BYTES if self.encode else 0)
+        zero_points = ZERO_POINT_BYTES if self.stored in WITH_ZERO_POINTS else 0
+        return (EXPAND_BYTES + zero_points if self.decode else 0) + (ENCODE_BYTES if self.encode else 0)
 
     def trimmed(self) -> Transform:
         return replace(self, name=f"{self.name}, zero padding trimmed")
@@ -97,62 +101,76 @@ class Transform:
 
 
 def choose_transform(
-    stored: Mapping[str, torch.dtype],
+    stored: StoredForm,
     scheme: Scheme | None,
     prefix: str,
     own: Mapping[str, Tensor],
-    *,
-    tile: int = 1,
 ) -> Transform | None:
-    """How `stored` parts (with their dtypes) become the tensors `own` of the module at `prefix`, held in `scheme`.
+    """How `stored` parts become the tensors `own` of the module at `prefix`, held in `scheme`; None for no way.
 
-    `tile`: rows and columns that share a scale where the parts are tiles. None where there is no way.
-
-        stored \\ held     dense           same scheme    another scheme
-        plain             copy or cast    -              encode
-        a scheme          expand          copy           expand and encode
+    stored \\ held     dense           same scheme    another scheme
+    plain             copy or cast    -              encode
+    a scheme          expand          copy           expand and encode
     """
-    if stored.keys() == {"weight"}:
+    if stored.scheme is None:
+        if stored.dtypes.keys() != {"weight"}:
+            return None
         if scheme is not None:
             return Transform(f"encode {scheme.name}", _targets(prefix, own), encode=scheme)
         ((leaf, target),) = own.items()
-        is_same = stored["weight"] == target.dtype
-        name = "copy" if is_same else f"cast {_short(stored['weight'])} to {_short(target.dtype)}"
+        found = stored.dtypes["weight"]
+        name = "copy" if found == target.dtype else f"cast {_short(found)} to {_short(target.dtype)}"
         return Transform(name, {f"{prefix}.{leaf}": "weight"})
-    stored_scheme = next((name for name, parts in STORED_SCHEMES.items() if parts == stored), None)
-    if stored_scheme is None:
+    decoder = _decoder(stored.scheme, stored)
+    if decoder is None:
         return None
-    decoder: Decoder = _decoder(stored_scheme, tile)
     if scheme is None:
         ((leaf, target),) = own.items()
-        name = f"expand {stored_scheme} to {_short(target.dtype)}"
+        name = f"expand {stored.scheme} to {_short(target.dtype)}"
         return Transform(
             name,
             {f"{prefix}.{leaf}": "weight"},
             decode=decoder,
             dtype=target.dtype,
-            stored=stored_scheme,
+            stored=stored.scheme,
         )
     if scheme.name == decoder.name:
-        return Transform("copy", _targets(prefix, own), stored=stored_scheme)
-    name = f"expand {stored_scheme}, encode {scheme.name}"
-    return Transform(name, _targets(prefix, own), decode=decoder, encode=scheme, stored=stored_scheme)
+        return Transform("copy", _targets(prefix, own), stored=stored.scheme)
+    name = f"expand {stored.scheme}, encode {scheme.name}"
+    return Transform(name, _targets(prefix, own), decode=decoder, encode=scheme, stored=stored.scheme)
 
 
-def _decoder(stored: str, tile: int) -> Decoder:
-    """What expands the stored parts, in our own form; tiles are only ever expanded or encoded anew."""
-    if stored == "fp8_block":
-        return FP8Tiles(tile)
-    return SCHEMES["mxfp4" if stored == "mxfp4_blocks" else stored]
+def _decoder(scheme: SchemeName, stored: StoredForm) -> Decoder | None:
+    """What expands the stored parts, in our own form where a scheme of ours says the same; None for those not read."""
+    group_size = stored.group_size
+    if scheme == "int4_packed":
+        is_own = group_size == INT4_GROUP_SIZE and stored.dtypes["weight_scale"] == torch.bfloat16
+        return SCHEMES["int4"] if is_own else PackedInt4(group_size)
+    decoders: dict[SchemeName, Decoder] = {
+        "mxfp4": SCHEMES["mxfp4"],
+        "mxfp4_blocks": SCHEMES["mxfp4"],
+        "nvfp4": NVFP4(divides=False),
+        "nvfp4_packed": NVFP4(divides=True),
+        "fp8_tensor": SCHEMES["fp8"],
+        "fp8_channel": SCHEMES["fp8"],
+        "fp8_block": FP8Tiles(group_size),
+        "int8_channel": SCHEMES["int8"],
+        "int4_awq": AWQ(group_size),
+        "int4_gptq": GPTQ(group_size),
+    }
+    return decoders.get(scheme)
 
 
 def _own_form(scheme: str, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Stored parts under the names and shapes of our scheme; the bytes of codes stay as they are."""
-    if scheme in ("fp8", "int8"):
+    if scheme in ("fp8_channel", "int8_channel"):
         return {"weight_packed": parts["weight"], "weight_scale": parts["weight_scale"].squeeze(-1).float()}
+    if scheme == "fp8_tensor":  # one scale for all rows, and so for each of these
+        rows = parts["weight"].shape[0]
+        return {"weight_packed": parts["weight"], "weight_scale": parts["weight_scale"].float().flatten().expand(rows)}
     if scheme == "mxfp4_blocks":  # 16 bytes to a block of 32 columns: the same bytes, one block behind another
         return {"weight_packed": parts["blocks"].flatten(-2), "weight_scale": parts["scales"]}
-    if scheme == "int4":  # eight codes to a word, lowest first, are two to a byte, lower first
+    if scheme == "int4_packed":  # eight codes to a word, lowest first, are two to a byte, lower first
         return {"weight_packed": parts["weight_packed"].view(torch.uint8), "weight_scale": parts["weight_scale"]}
     return parts
 

@@ -16,6 +16,7 @@ from workbench.base import LayoutError, num_bytes
 from workbench.placement.layout import Layout, RankCoords
 from workbench.placement.tiles import cut_tiles, tile_unit
 from workbench.spec import (
+    SCHEMES,
     CompressedSpec,
     GatedDeltaSpec,
     GQASpec,
@@ -332,8 +333,7 @@ def place(spec: ModelSpec, layout: Layout, coords: RankCoords, tensor: TensorSpe
     if tensor.used_rows is not None:
         shape[0] = tensor.used_rows
     ranges: list[tuple[tuple[int, int], ...]] = [((0, size),) for size in shape]
-    # One scale for a whole row, and a shape written down, are everyone's.
-    is_whole = tensor.part == "weight_shape" or (tensor.part == "weight_scale" and rule.dim == 1 and shape[1:] == [1])
+    is_whole = _is_whole(tensor, shape, rule)
     if tensor.num_stacked is not None:  # all experts of a layer in one tensor: whole experts, each cut like one
         per_group = tensor.num_stacked // layout.ep
         ranges[0] = ((coords.ep * per_group, (coords.ep + 1) * per_group),)
@@ -353,13 +353,46 @@ def place(spec: ModelSpec, layout: Layout, coords: RankCoords, tensor: TensorSpe
             (start + index * (width // degree), start + (index + 1) * (width // degree))
             for start, width in zip(starts, widths, strict=True)
         )
+        _check_scales(tensor, rule.dim, ranges[dim], degree)
+        if tensor.part == "g_idx" and degree > 1 and spec.quant is not None and spec.quant.has_column_order:
+            raise LayoutError(
+                f"{tensor.name}: columns are grouped in an order of their own (desc_act), so that a slice of them "
+                "needs scales of every group",
+                next_step="Take tp=1 (with pp or ep), or a checkpoint with desc_act false",
+            )
     return Shard(tensor=tensor, ranges=tuple(ranges), slot=slot)
+
+
+def _is_whole(tensor: TensorSpec, shape: list[int], rule: Rule) -> bool:
+    """Whether a piece of a quantised matrix goes to every rank: a shape written down, one scale for a whole row or the
+    whole matrix, and, where rows are split, which group each column is in."""
+    if tensor.part == "g_idx":
+        return rule.dim == 0
+    is_of_rows = tensor.part == "weight_scale" and rule.dim == 1 and shape[1:] == [1]
+    return tensor.part == "weight_shape" or is_of_rows or (tensor.scheme is not None and math.prod(shape) == 1)
+
+
+def _check_scales(tensor: TensorSpec, dim: int, ranges: tuple[tuple[int, int], ...], degree: int) -> None:
+    """LayoutError where a slice would begin inside a group of rows or columns that share a scale."""
+    if degree == 1 or tensor.scheme is None or not tensor.weights or tensor.part == "blocks":
+        return
+    scheme = SCHEMES[tensor.scheme]
+    unit, per_item = scheme.unit(dim, tensor.group_size), scheme.per_item[dim]
+    if any((stop - start) * per_item % unit for start, stop in ranges):
+        raise LayoutError(
+            f"{tensor.name}: {' and '.join(str((stop - start) * per_item) for start, stop in ranges)} "
+            f"{('rows', 'columns')[dim]} on each of {degree} ranks are not a whole number of groups of {unit} that "
+            f"share a scale ({tensor.scheme})",
+            next_step="Take fewer tensor-parallel ranks, or raise ep where it is the experts",
+        )
 
 
 def _stored_dim(tensor: TensorSpec, dim: int) -> int:
     """Where dimension `dim` of the logical matrix lies in the stored tensor."""
     if tensor.param.endswith("A_log"):  # a vector, stored by some with dimensions of one around it
         return max(range(len(tensor.shape)), key=lambda d: tensor.shape[d])
+    if tensor.part == "g_idx":  # one number for each column
+        return 0
     first = 0 if tensor.num_stacked is None else 1
     return first + (1 - dim if tensor.is_transposed else dim)
 

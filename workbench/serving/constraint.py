@@ -72,7 +72,7 @@ class Grammars:
             if self._table is None:
                 library = _library()
                 self._table = library.LLTokenizer(
-                    library.TokenizerWrapper(_Vocabulary(self._tokenizer)), eos_token=list(_ends(self._tokenizer))
+                    library.TokenizerWrapper(_Vocabulary(self._tokenizer)), eos_token=list(self._tokenizer.closing_ids)
                 )
             return self._table
 
@@ -108,7 +108,7 @@ class AnswerConstraint:
         self._stream.push(token_id)
         if is_response and not self._is_done:
             self._matcher.consume_token(token_id)
-            self._is_done = token_id in _ends(self._tokenizer)
+            self._is_done = token_id in self._tokenizer.closing_ids
 
     def anew(self) -> AnswerConstraint:
         """The same grammar for another answer."""
@@ -122,19 +122,14 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.bos_token_id = tokenizer.markers.bos
-        self.eos_token_id = tokenizer.markers.end_of_msg
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = tokenizer.stop_ids[0]
         ids = range(tokenizer.vocab_size)
         self.tokens = [tokenizer.token_bytes(i, show_markers=True) for i in ids]
         self.special_token_ids = [i for i in ids if tokenizer.is_reserved(i)]
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._tokenizer.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
-
-
-def _ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end a response: the end of the message, and the marker that closes its element."""
-    return (*tokenizer.stop_ids, tokenizer.markers.close)
 
 
 def _library() -> Any:

@@ -43,7 +43,7 @@ from workbench.spec.quant import QuantGroup, QuantSpec, RuleBook
 from workbench.spec.quant_rules import QuantRow, QuantTable, module_kind, resolve_quant_rules
 from workbench.spec.rope import LlamaScaling, RopeSpec, YarnSpec
 from workbench.spec.routing import choose_experts
-from workbench.spec.storage import SCHEMES, Scheme, pieces_of, scheme_table
+from workbench.spec.storage import SCHEMES, UNREAD_PARTS, Scheme, pieces_of, scheme_table
 from workbench.spec.tensors import Part, Role, TensorSpec
 
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "RopeSpec",
     "RuleBook",
     "SCHEMES",
+    "UNREAD_PARTS",
     "Scheme",
     "SpecialTokens",
     "TensorSpec",

@@ -81,10 +81,15 @@ BLOCKS = frozenset(
         "storage: experts as (inputs, outputs)",
         "storage: mxfp4",
         "storage: mxfp4_blocks",
+        "storage: nvfp4",
+        "storage: nvfp4_packed",
+        "storage: fp8_tensor",
         "storage: fp8_block",
         "storage: fp8_channel",
         "storage: int8_channel",
         "storage: int4_packed",
+        "storage: int4_awq",
+        "storage: int4_gptq",
     }
 )
 

@@ -13,6 +13,7 @@ from workbench.spec.config import SERIALISED_DEFAULTS, ConfigReader
 from workbench.spec.model import (
     Activation,
     DraftSpec,
+    ImageSpec,
     LayerSpec,
     ModelSpec,
     MoESpec,
@@ -202,6 +203,7 @@ def decoder(
     media_key: str | None = None,
     vision: VisionSpec | None = None,
     projector: ProjectorSpec | None = None,
+    image: ImageSpec | None = None,
     draft: DraftSpec | None = None,
     quant: QuantSpec | None = None,
     context_key: str = "max_position_embeddings",
@@ -233,7 +235,7 @@ def decoder(
         tokens=_read_tokens(top, text, media_key, vocab_size),
         vision=vision,
         projector=projector,
-        image=None,
+        image=image,
         draft=draft,
         is_tied=_is_tied(top, text),
         **options,  # type: ignore[arg-type]

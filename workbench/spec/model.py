@@ -219,6 +219,7 @@ class ImageSpec:
     patch_limit_per_side: int = 512
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    has_chessboard: bool = True  # behind what is transparent; False: the alpha plane is dropped before all else
     chessboard_square: int = 8
     chessboard_white: int = 255
     chessboard_grey: int = 180

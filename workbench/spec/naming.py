@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from workbench.spec.mixers import CompressedSpec, GatedDeltaSpec, GQASpec, KDASpec, MLASpec
 from workbench.spec.model import DenseFFNSpec, LayerSpec, ModelSpec, MoESpec
 from workbench.spec.quant import RuleBook
-from workbench.spec.storage import pieces_of
+from workbench.spec.storage import SCHEMES, pieces_of
 from workbench.spec.tensors import Role, TensorSpec
 
 __all__ = ["Names", "Writer", "draft_tensors", "edge_tensors", "layer_tensors", "standard_tensors"]
@@ -117,7 +117,10 @@ class Writer:
                     param=param,
                     part=piece.suffix.lstrip("._"),  # type: ignore[arg-type]
                     weights=(stack or 1) * rows * columns if piece.holds_weights else 0,
+                    is_transposed=SCHEMES[group.scheme].is_transposed,
                     is_interleaved=is_interleaved,
+                    scheme=group.scheme,
+                    group_size=group.group_size,
                     **common,  # type: ignore[arg-type]
                 )
         if has_bias:

@@ -20,6 +20,7 @@ from workbench.spec.counts import (
 from workbench.spec.families import known_families
 from workbench.spec.model import ModelSpec, MoESpec
 from workbench.spec.parse import parse_config
+from workbench.spec.published import PUBLISHED
 
 __all__ = ["FamilyReport", "KnownFamilies", "ModelLine", "describe_configs", "describe_families", "describe_model"]
 
@@ -65,6 +66,8 @@ class FamilyReport:
             "state in bytes of a bf16 cache on one rank; index keys in FP8. missing: blocks that are not computed here."
         )
         tables = [Table(title="Models", columns=columns, rows=rows, note=note)]
+        if published := tuple(row for line in self.lines if (row := _against_published(line)) is not None):
+            tables.append(_published_table(published))
         if any(line.missing for line in self.lines):
             rows_missing = tuple((line.name, ", ".join(line.missing)) for line in self.lines if line.missing)
             tables.append(Table(title="Missing blocks", columns=("config", "blocks"), rows=rows_missing))
@@ -183,6 +186,41 @@ def _row(line: ModelLine) -> tuple[Cell, ...]:
         line.experts,
         line.formats,
         len(line.missing) or "none: runs",
+    )
+
+
+def _published_table(rows: tuple[tuple[Cell, ...], ...]) -> Table:
+    columns = ("config", "stated", "figure", "ours", "published", "agree", "why not")
+    note = (
+        "stated: by the publisher, total / active. The figures beside ours were counted elsewhere from the same shapes."
+    )
+    return Table(title="Against published figures", columns=columns, rows=rows, note=note)
+
+
+def _against_published(line: ModelLine) -> tuple[Cell, ...] | None:
+    """Our figures beside the published ones, None for a model that none are known of."""
+    known = PUBLISHED.get(line.name.replace("__", "/", 1))
+    if known is None:
+        return None
+    pairs: dict[str, tuple[str, str]] = {
+        "total": (f"{line.num_params / 1e9:.2f}", "" if known.total is None else f"{known.total:.2f}"),
+        "active": (f"{line.active_params / 1e9:.2f}", "" if known.active is None else f"{known.active:.2f}"),
+        "KV": (str(line.kv_bytes_per_token), "" if known.kv is None else str(known.kv)),
+        "state": (str(line.state_bytes), str(known.state)),
+        "index": (str(line.index_bytes_per_token), str(known.index)),
+    }
+    shown = {name: pair for name, pair in pairs.items() if pair != ("0", "0")}
+    differing = ", ".join(name for name, (ours, theirs) in shown.items() if theirs and ours != theirs)
+    has_count = known.total is not None
+    verdict = "–" if not has_count else f"not {differing}" if differing else "all"
+    return (
+        line.name,
+        known.stated,
+        ", ".join(shown),
+        "; ".join(ours for ours, _ in shown.values()),
+        "; ".join(theirs for _, theirs in shown.values()) if has_count else None,
+        verdict,
+        known.remark or None,
     )
 
 

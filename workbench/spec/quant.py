@@ -54,6 +54,8 @@ class QuantSpec:
     groups: tuple[QuantGroup, ...] = ()
     quantises_head: bool = True  # False: the output head stays plain whatever the rules say
     has_power_of_two_scales: bool = False  # scale_fmt ue8m0
+    has_column_order: bool = False  # desc_act of GPTQ: columns of one group need not be neighbours
+    prefix: str = ""  # of the text model inside a wrapper, where the rules may speak of its own names
 
     @property
     def schemes(self) -> tuple[SchemeName, ...]:
@@ -138,16 +140,30 @@ class RuleBook:
         # Targets are always read as compressed-tensors does: only that method, and families themselves, write any.
         return [(_Matcher(group.targets, "compressed-tensors"), group) for group in groups]
 
+    def matches(self, module: str) -> list[tuple[int, int]]:
+        """(rule index, where the match stops) of every ignore rule that matches a full module name."""
+        return [
+            (idx, len(module) - len(name) + stop)
+            for name in self._spellings(module)
+            for idx, stop in self.ignore.all(name)
+        ]
+
+    def _spellings(self, module: str) -> tuple[str, ...]:
+        prefix = "" if self.quant is None else self.quant.prefix
+        own = module.removeprefix(prefix)
+        return (module,) if own == module else (module, own)
+
     def decide(self, module: str, matches: list[tuple[int, int]] | None = None) -> Decision:
         """Which group stores the matrix of `module`, or which rule keeps it plain.
 
-        `matches`: what `ignore.all(module)` found, where the caller has it already.
+        `matches`: what `matches(module)` found, where the caller has it already.
         """
-        matches = self.ignore.all(module) if matches is None else matches
+        matches = self.matches(module) if matches is None else matches
         if matches:
             rule_idx, stop = min(matches)
             return Decision(group=None, rule_idx=rule_idx, stop=stop)
-        group = next((group for matcher, group in self._targets if matcher.all(module)), None)
+        names = self._spellings(module)
+        group = next((group for matcher, group in self._targets if any(map(matcher.all, names))), None)
         return Decision(group=group, rule_idx=None, stop=len(module))
 
 

@@ -135,8 +135,9 @@ def _modelopt(block: ConfigReader) -> QuantSpec:
 
 
 def _awq(block: ConfigReader) -> QuantSpec:
-    block.skip("zero_point", "do_fuse", "backend", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
+    block.skip("do_fuse", "backend", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
     block.require("bits", 4)
+    block.require("zero_point", True, default=True)
     block.require("version", "gemm", default="gemm")
     return QuantSpec(
         scheme="int4_awq",
@@ -149,7 +150,7 @@ def _awq(block: ConfigReader) -> QuantSpec:
 
 
 def _gptq(block: ConfigReader) -> QuantSpec:
-    block.skip("desc_act", "damp_percent", "true_sequential", "static_groups", "sym", "meta", "model_name_or_path")
+    block.skip("damp_percent", "true_sequential", "static_groups", "sym", "meta", "model_name_or_path")
     block.require("bits", 4)
     block.require("lm_head", False, default=False)
     block.require("checkpoint_format", "gptq", default="gptq")
@@ -160,4 +161,5 @@ def _gptq(block: ConfigReader) -> QuantSpec:
         grammar="transformers",
         method="gptq",
         quantises_head=False,
+        has_column_order=block.boolean("desc_act", default=False),
     )

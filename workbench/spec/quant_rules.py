@@ -101,7 +101,7 @@ def resolve_quant_rules(
         module = _module_of(tensor)
         if held is not None and not _is_held(module, held):
             continue  # not in the files at all: another check names it as missing
-        matches = book.ignore.all(module)
+        matches = book.matches(module)
         decision = book.decide(module, matches)
         packed = tensor.is_quantised if held is None else _is_packed(module, held)
         used.update(idx for idx, _ in matches)

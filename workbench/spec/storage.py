@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from workbench.base import Table
 
-__all__ = ["SCHEMES", "Piece", "Scheme", "SchemeName", "pieces_of", "scheme_table"]
+__all__ = ["SCHEMES", "UNREAD_PARTS", "Piece", "Scheme", "SchemeName", "pieces_of", "scheme_table"]
 
 SchemeName = Literal[
     "mxfp4",
@@ -45,13 +45,28 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """`block`: rows and columns that share a scale (0: all of them, None: the config's group size)."""
+    """`block`: rows and columns that share a scale (0: all of them, None: the config's group size).
+
+    `per_item`: rows and columns of the matrix that one stored number of its codes stands for. `is_transposed`: the
+    pieces are stored (columns, rows).
+    """
 
     name: SchemeName
     bits: int
     block: tuple[int | None, int | None]
     meaning: str
     pieces: Callable[[int, int, int], tuple[Piece, ...]]  # rows, columns, group size
+    per_item: tuple[int, int] = (1, 1)
+    is_transposed: bool = False
+
+    def unit(self, dim: int, group_size: int) -> int:
+        """Neighbouring rows (`dim` 0) or columns (1) that share a scale; 1 where a matrix may be cut anywhere."""
+        block = self.block[dim]
+        return (group_size if block is None else block) or 1
+
+
+# What static quantisation of activations left behind. Weights alone are quantised here, so nothing reads them.
+UNREAD_PARTS = frozenset({"input_scale", "input_global_scale"})
 
 
 def _piece(suffix: str, dtype: str, *shape: int, values: bool = False) -> Piece:
@@ -65,6 +80,7 @@ def _up(size: int, unit: int) -> int:
 _LIST = (
     Scheme(
         name="mxfp4",
+        per_item=(1, 2),
         bits=4,
         block=(1, 32),
         meaning="E2M1 codes, low nibble first; scale 2**(byte - 127) per 32 columns",
@@ -75,6 +91,7 @@ _LIST = (
     ),
     Scheme(
         name="mxfp4_blocks",
+        per_item=(1, 2),
         bits=4,
         block=(1, 32),
         meaning="as mxfp4, codes as blocks of 16 bytes; suffixes joined to the name without a dot",
@@ -85,6 +102,7 @@ _LIST = (
     ),
     Scheme(
         name="mxfp4_bytes",
+        per_item=(1, 2),
         bits=4,
         block=(1, 32),
         meaning="as mxfp4, codes typed I8 and scales typed F8_E8M0",
@@ -95,6 +113,7 @@ _LIST = (
     ),
     Scheme(
         name="nvfp4",
+        per_item=(1, 2),
         bits=4,
         block=(1, 16),
         meaning="E2M1 codes, low nibble first; E4M3 scale per 16 columns times one fp32 scale (multiply by both)",
@@ -107,6 +126,7 @@ _LIST = (
     ),
     Scheme(
         name="nvfp4_packed",
+        per_item=(1, 2),
         bits=4,
         block=(1, 16),
         meaning="as nvfp4, but the fp32 scale is the inverse one: divide by it",
@@ -160,6 +180,7 @@ _LIST = (
     ),
     Scheme(
         name="int4_packed",
+        per_item=(1, 8),
         bits=4,
         block=(1, None),
         meaning="eight codes per I32 along columns, lowest nibble first, stored plus 8",
@@ -171,8 +192,10 @@ _LIST = (
     ),
     Scheme(
         name="int4_awq",
+        per_item=(8, 1),
+        is_transposed=True,
         bits=4,
-        block=(None, 1),
+        block=(1, None),
         meaning="(in, out); eight codes per I32 along out in the order 0 2 4 6 1 3 5 7, with zero points",
         pieces=lambda r, c, g: (
             _piece(".qweight", "I32", c, r // 8, values=True),
@@ -182,8 +205,10 @@ _LIST = (
     ),
     Scheme(
         name="int4_gptq",
+        per_item=(1, 8),
+        is_transposed=True,
         bits=4,
-        block=(None, 1),
+        block=(1, None),
         meaning="(in, out); eight codes per I32 along in, in plain order, with zero points less one and a column order",
         pieces=lambda r, c, g: (
             _piece(".qweight", "I32", c // 8, r, values=True),

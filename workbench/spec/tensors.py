@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from workbench.base import num_bytes
+from workbench.spec.storage import SchemeName
 
 __all__ = ["Part", "Role", "TensorSpec"]
 
@@ -65,6 +66,8 @@ class TensorSpec:
     A fused tensor holds the matrices of `num_stacked` experts along dim 0, and where `also_fills` is given those of
     several parameters, one behind another along its rows, or row by row in turns (`is_interleaved`). `is_transposed`:
     stored (columns, rows). These are declared by the family: two equal dimensions would hide a wrong guess.
+
+    `scheme` and `group_size`: of a piece of a quantised matrix, as the rules of the config declare them.
     """
 
     name: str
@@ -81,6 +84,8 @@ class TensorSpec:
     also_fills: tuple[str, ...] = ()
     is_transposed: bool = False
     is_interleaved: bool = False
+    scheme: SchemeName | None = None
+    group_size: int = 1
 
     @property
     def num_bytes(self) -> int:

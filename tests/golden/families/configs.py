@@ -483,3 +483,98 @@ CONFIGS: dict[str, Config] = {
         },
     },
 }
+
+
+def _compressed(stored: str, *ignore: str, **weights: Any) -> Config:
+    """A block of compressed-tensors for every Linear but those ignored."""
+    group = {"targets": ["Linear"], "weights": {"symmetric": True} | weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *ignore],
+    }
+
+
+# One storage scheme each; sizes are whole groups on two ranks, three or more groups to a row.
+_GROUPED: Config = {"hidden_size": 48, "head_dim": 8}
+_NOT_EXPERTS = ("re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*")
+CONFIGS |= {
+    "kimi_k25-int4": _with(
+        CONFIGS["kimi_k25"],
+        text_config=_with(
+            CONFIGS["kimi_k25"]["text_config"],
+            hidden_size=96,
+            moe_intermediate_size=64,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            quantization_config=_compressed(
+                "pack-quantized", *_NOT_EXPERTS, type="int", num_bits=4, strategy="group", group_size=32
+            ),
+        ),
+        vision_config=_with(CONFIGS["kimi_k25"]["vision_config"], text_hidden_size=96),
+    ),
+    "kimi_k2-nvfp4": _with(
+        CONFIGS["kimi_k2"],
+        hidden_size=48,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        n_routed_experts=6,
+        quantization_config={
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "model.layers.*.self_attn*", "model.layers.0.mlp.up_proj"],
+        },
+    ),
+    "qwen3_moe-nvfp4": _with(
+        CONFIGS["qwen3_moe"] | _GROUPED,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        quantization_config=_compressed(
+            "nvfp4-pack-quantized",
+            "re:.*mlp.gate$",
+            type="float",
+            num_bits=4,
+            strategy="tensor_group",
+            group_size=16,
+        ),
+    ),
+    "mixtral-awq": _with(
+        CONFIGS["mixtral"] | _GROUPED,
+        intermediate_size=32,
+        torch_dtype="float16",
+        quantization_config={
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 16,
+            "modules_to_not_convert": ["gate"],
+            "version": "gemm",
+            "zero_point": True,
+        },
+    ),
+    "qwen3-gptq": _with(
+        CONFIGS["qwen3"] | _GROUPED,
+        intermediate_size=64,
+        torch_dtype="float16",
+        quantization_config={
+            "quant_method": "gptq",
+            "bits": 4,
+            "checkpoint_format": "gptq",
+            "desc_act": False,
+            "group_size": 16,
+            "sym": False,
+        },
+    ),
+    "llama-fp8_channel": _with(
+        CONFIGS["llama"],
+        quantization_config=_compressed("float-quantized", type="float", num_bits=8, strategy="channel"),
+    ),
+    "qwen2-fp8_tensor": _with(
+        CONFIGS["qwen2"],
+        quantization_config=_compressed("float-quantized", type="float", num_bits=8, strategy="tensor"),
+    ),
+    "mistral-int8": _with(
+        CONFIGS["mistral"],
+        quantization_config=_compressed("int-quantized", type="int", num_bits=8, strategy="channel"),
+    ),
+}

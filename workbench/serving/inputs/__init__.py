@@ -1,5 +1,6 @@
 """Text and images into ids and patches, and generated ids back into text."""
 
+from workbench.serving.inputs.chat_template import ChatTemplate, read_chat_template
 from workbench.serving.inputs.images import (
     ImageInput,
     ImageLimits,
@@ -25,12 +26,13 @@ from workbench.serving.inputs.messages import (
     parse_answer,
     render_chat,
 )
-from workbench.serving.inputs.tokenizer import Markers, TextStream, Tokenizer, read_tokenizer
+from workbench.serving.inputs.tokenizer import Markers, TemplateForm, TextStream, Tokenizer, read_tokenizer
 
 __all__ = [
     "Answer",
     "AnswerDelta",
     "AnswerStream",
+    "ChatTemplate",
     "ContentPart",
     "ImageInput",
     "ImageLimits",
@@ -42,6 +44,7 @@ __all__ = [
     "Message",
     "PromptImage",
     "PromptTokens",
+    "TemplateForm",
     "TextPart",
     "TextStream",
     "Tokenizer",
@@ -51,6 +54,7 @@ __all__ = [
     "normalise",
     "parse_answer",
     "plan_image",
+    "read_chat_template",
     "read_tokenizer",
     "render_chat",
 ]

@@ -8,6 +8,8 @@ it is padded on the right and below with zero bytes to whole merged patches.
 Order of steps: resize in the picture's own mode (Pillow weighs colours by alpha while it resamples, and takes the
 nearest pixel of a palette picture), composite what is transparent over a chessboard, convert to RGB, pad, cut.
 
+Kimi-K2.5 differs in its budget of patches, and drops the alpha plane before it resizes.
+
 Two things the published processor leaves out, and so does this one: EXIF orientation (a phone picture that relies on
 the tag is seen turned) and the one colour that an RGB picture may declare transparent.
 """
@@ -129,6 +131,8 @@ class ImageProcessor:
         )
 
     def _patches(self, image: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
+        if not self.spec.has_chessboard:
+            image = image.convert("RGB")
         pixels = np.asarray(_opaque(image.resize(plan.resized, Image.Resampling.BICUBIC), self.spec))
         right, bottom = plan.padding
         pixels = np.pad(pixels, ((0, bottom), (0, right), (0, 0)))

@@ -8,6 +8,9 @@ An element is  <|open|> name attributes <|sep|> body <|close|> name <|sep|>  and
 
 Only the markers are reserved ids. Names, attributes and bodies are ordinary text, each encoded for itself as published
 (joining neighbours would merge across their border), so nothing a user writes can open or close an element.
+
+Checkpoints of other families bring a template instead (see `chat_template`): `render_chat` and `AnswerStream` ask the
+tokenizer which form is its own.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from workbench.base import PromptTooLongError, RequestError, short_repr
+from workbench.serving.inputs.chat_template import THINK_NAMES, Turn
 from workbench.serving.inputs.images import ImageInput
-from workbench.serving.inputs.tokenizer import Tokenizer
+from workbench.serving.inputs.tokenizer import TemplateForm, Tokenizer
 
 __all__ = [
     "Answer",
@@ -151,6 +155,8 @@ def render_chat(
     Raises RequestError for anything but messages, and where there are more or fewer images than places for them.
     """
     check_chat(messages, num_images=len(images), room=sys.maxsize)
+    if tokenizer.form is not None:
+        return _render_template(messages, tokenizer, tokenizer.form, images, thinking=thinking)
     writer = _Writer(tokenizer, images)
     for message in messages:
         writer.open("message", role=message.role, **({"type": message.kind} if message.kind else {}))
@@ -169,6 +175,41 @@ def render_chat(
     writer.open("message", role="assistant")
     writer.open("think" if thinking else "response")
     return expand_images(writer.ids, images, media_pad=tokenizer.markers.media_pad)
+
+
+def _render_template(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    form: TemplateForm,
+    images: Sequence[ImageInput],
+    *,
+    thinking: bool,
+) -> PromptTokens:
+    if isinstance(form.template, str):
+        raise RequestError(
+            "this checkpoint has no chat template that can be used",
+            found=form.template,
+            next_step="Put a chat_template.jinja into its folder, or ask for a completion of plain text",
+        )
+    turns: list[Turn] = []
+    for message in messages:
+        if message.kind:
+            continue  # a way of K3's to ask for a kind of thinking; templates are told by `thinking`
+        turn: dict[str, object] = {"role": message.role, "content": _content(message)}
+        if message.thinking:
+            turn["reasoning_content"] = message.thinking
+        turns.append(turn)
+    ids = form.template.token_ids(turns, encode=tokenizer.encode, reserved=tokenizer.reserved, thinking=thinking)
+    if not images or form.media is None:
+        return expand_images(ids, images, media_pad=-1)
+    return expand_images(ids, images, media_pad=form.media)
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """Text alone as text, which every template takes; parts where one of them is an image."""
+    if not any(isinstance(part, ImagePart) for part in message.parts):
+        return "".join(part.text for part in message.parts if isinstance(part, TextPart))
+    return [{"type": "text", "text": x.text} if isinstance(x, TextPart) else {"type": "image"} for x in message.parts]
 
 
 def expand_images(token_ids: Iterable[int], images: Sequence[ImageInput], *, media_pad: int) -> PromptTokens:
@@ -264,6 +305,11 @@ class AnswerStream:
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool = False) -> None:
         self.is_complete = False
         self._tokenizer = tokenizer
+        self._thoughts: dict[int, Channel] = {}  # of a template's answers: what comes after these ids
+        if tokenizer.form is not None:
+            thinking = _opens_thinking(tokenizer.form, thinking)
+            after: dict[str, Channel] = {THINK_NAMES[0]: "thinking", THINK_NAMES[1]: "response"}
+            self._thoughts = {i: after[name] for name, i in tokenizer.reserved.items() if name in after}
         self._channel: Channel | None = "thinking" if thinking else "response"
         self._text = tokenizer.stream()
         self._tag: list[int] | None = None  # ids of the name between an open or close marker and its separator
@@ -276,12 +322,14 @@ class AnswerStream:
 
     def push(self, token_id: int) -> list[AnswerDelta]:
         """Text that became whole with this id, at most one delta: a marker may bring out the rest of its channel."""
-        markers = self._tokenizer.markers
         if self.is_complete:
             return []
         if token_id in self._tokenizer.stop_ids:
             self.is_complete = True
             return self._leave()
+        if self._tokenizer.form is not None:
+            return self._push_of_template(token_id)
+        markers = self._tokenizer.markers
         if token_id in (markers.open, markers.close):
             left = self._leave()
             self._tag, self._tag_opens = [], token_id == markers.open
@@ -300,6 +348,13 @@ class AnswerStream:
         """The remainder after the last id."""
         return self._leave()
 
+    def _push_of_template(self, token_id: int) -> list[AnswerDelta]:
+        if token_id in self._thoughts:
+            left = self._leave()
+            self._channel, self._text = self._thoughts[token_id], self._tokenizer.stream()
+            return left
+        return [] if self._tokenizer.is_reserved(token_id) else self._delta(self._text.push(token_id))
+
     def _enter(self, tag: str) -> None:
         name = tag.split(" ", 1)[0]
         self._channel = _CHANNELS.get(name) if self._tag_opens else None
@@ -312,6 +367,10 @@ class AnswerStream:
 
     def _delta(self, text: str) -> list[AnswerDelta]:
         return [AnswerDelta(self._channel, text)] if text and self._channel else []
+
+
+def _opens_thinking(form: TemplateForm, thinking: bool) -> bool:
+    return not isinstance(form.template, str) and form.template.opens_thinking(thinking=thinking)
 
 
 def parse_answer(ids: Iterable[int], tokenizer: Tokenizer, *, thinking: bool = False) -> Answer:

@@ -1,4 +1,8 @@
-"""Text to ids and back. Structure is made of reserved ids, and text never becomes a reserved id."""
+"""Text to ids and back. Structure is made of reserved ids, and text never becomes a reserved id.
+
+Two forms of chats: Kimi K3's, made of markers (`messages`), and the Jinja template that other checkpoints ship
+(`chat_template`). A tokenizer has one of them, or says why it has neither.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.base import TokenizerError
+from workbench.base import RequestError, TokenizerError
+from workbench.serving.inputs.chat_template import ChatTemplate, read_chat_template
 from workbench.serving.inputs.tokenizer_files import Vocabulary, read_named_ids, read_tiktoken, read_tokenizer_json
-from workbench.spec import ModelSpec
+from workbench.spec import ModelSpec, read_json
 
-__all__ = ["MARKER_NAMES", "Markers", "TextStream", "Tokenizer", "read_tokenizer"]
+__all__ = ["MARKER_NAMES", "Markers", "TemplateForm", "TextStream", "Tokenizer", "read_tokenizer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,20 +52,66 @@ MARKER_NAMES = {
 }
 
 
-class Tokenizer:
-    """A vocabulary with its markers. Holds no state between calls: safe to share between threads."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateForm:
+    """Chats of a checkpoint whose structure is a Jinja template, or the reason why it has none that can be used.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.vocab_size = vocabulary.size
-        self.markers = _markers(vocabulary)
+    `stop_ids` end an answer; `bos` and `media` are the config's ids, None where it names none.
+    """
+
+    template: ChatTemplate | str
+    stop_ids: tuple[int, ...]
+    bos: int | None = None
+    media: int | None = None
+
+
+class Tokenizer:
+    """A vocabulary with its markers. Holds no state between calls: safe to share between threads.
+
+    Without `form` the vocabulary must have the markers of Kimi K3. `vocab_size`: that of the model, where it has more
+    ids than the vocabulary; those are structure without a name.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, *, form: TemplateForm | None = None, vocab_size: int | None = None
+    ) -> None:
+        self.vocab_size = vocab_size or vocabulary.size
+        self.form = form
+        self._markers = _markers(vocabulary) if form is None else None
         self._encode = vocabulary.encode
-        self._pieces = [vocabulary.pieces.get(i) for i in range(vocabulary.size)]
+        self._pieces = [vocabulary.pieces.get(i) for i in range(self.vocab_size)]
         self._names = dict(vocabulary.reserved)
+
+    @property
+    def markers(self) -> Markers:
+        """Markers of K3's message form. Raises RequestError for a tokenizer of another form."""
+        if self._markers is None:
+            raise RequestError("this checkpoint has a chat template, not the message form of Kimi K3")
+        return self._markers
+
+    @property
+    def reserved(self) -> dict[str, int]:
+        """Named reserved ids."""
+        return {name: token_id for token_id, name in self._names.items()}
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids after which an answer is over."""
-        return (self.markers.end_of_msg, self.markers.eos)
+        return (self.markers.end_of_msg, self.markers.eos) if self.form is None else self.form.stop_ids
+
+    @property
+    def closing_ids(self) -> tuple[int, ...]:
+        """Ids after which the text of an answer is over: those that stop it, and K3's end of an element."""
+        return self.stop_ids if self.form is not None else (*self.stop_ids, self.markers.close)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.markers.bos if self.form is None else self.form.bos
+
+    @property
+    def media_id(self) -> int | None:
+        """The id that holds the place of an image."""
+        return self.markers.media_pad if self.form is None else self.form.media
 
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text. A marker's name in `text` is spelled out like any other text, never as its id."""
@@ -128,8 +179,9 @@ def read_tokenizer(root: Path | str, spec: ModelSpec) -> Tokenizer:
     """Tokenizer of a checkpoint folder, checked against the model.
 
     `tokenizer.json` is preferred; otherwise `tiktoken.model` with the reserved ids of `tokenizer_config.json` or, where
-    that names none, at K3's published places. Raises TokenizerError where no file is there, where one is unusable, or
-    where it disagrees with `spec` in vocabulary size or special ids.
+    that names none, at K3's published places. A family other than Kimi K3 whose vocabulary lacks K3's markers takes the
+    chat template of the folder. Raises TokenizerError where no file is there, where one is unusable, or where it
+    disagrees with `spec` in vocabulary size or special ids.
     """
     root = Path(root)
     config_path = root / "tokenizer_config.json"
@@ -147,9 +199,47 @@ def read_tokenizer(root: Path | str, spec: ModelSpec) -> Tokenizer:
         raise TokenizerError(
             "no tokenizer file", where=root, expected="tokenizer.json or tiktoken.model", next_step="Copy it there"
         )
+    if spec.family != "kimi_k3" and not set(MARKER_NAMES.values()) <= set(vocabulary.reserved.values()):
+        return _of_template(root, spec, vocabulary)
     tokenizer = Tokenizer(vocabulary)
     _check(tokenizer, spec, vocabulary.source)
     return tokenizer
+
+
+def _of_template(root: Path, spec: ModelSpec, vocabulary: Vocabulary) -> Tokenizer:
+    if vocabulary.size > spec.vocab_size:
+        raise TokenizerError(
+            "has more ids than the model",
+            where=vocabulary.source,
+            found=vocabulary.size,
+            expected=f"at most {spec.vocab_size}",
+            next_step="Is this the tokenizer of another model?",
+        )
+    stops = _stop_ids(root, spec)
+    tokens = {"bos_token": spec.tokens.bos, "eos_token": spec.tokens.eos, "pad_token": spec.tokens.pad}
+    names = {key: vocabulary.reserved[token_id] for key, token_id in tokens.items() if token_id in vocabulary.reserved}
+    form = TemplateForm(
+        template=read_chat_template(root, names),
+        stop_ids=stops,
+        bos=spec.tokens.bos if spec.tokens.bos >= 0 else None,
+        media=spec.tokens.media,
+    )
+    return Tokenizer(vocabulary, form=form, vocab_size=spec.vocab_size)
+
+
+def _stop_ids(root: Path, spec: ModelSpec) -> tuple[int, ...]:
+    """Ids that end an answer, of the config and of the generation config. TokenizerError where neither names one."""
+    found: list[object] = [spec.tokens.eos, *spec.tokens.more_eos]
+    path = root / "generation_config.json"
+    if path.is_file():
+        entry = read_json(path).get("eos_token_id")
+        found += entry if isinstance(entry, list) else [entry]
+    stops = [x for x in found if isinstance(x, int) and not isinstance(x, bool) and 0 <= x < spec.vocab_size]
+    if not stops:
+        raise TokenizerError(
+            "no id ends an answer", where=root, expected="eos_token_id in config.json or generation_config.json"
+        )
+    return tuple(dict.fromkeys(stops))
 
 
 def _markers(vocabulary: Vocabulary) -> Markers:

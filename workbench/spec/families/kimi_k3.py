@@ -34,7 +34,7 @@ from workbench.spec.model import (
     SpecialTokens,
     VisionSpec,
 )
-from workbench.spec.quant import RuleBook
+from workbench.spec.quant import QuantGroup, RuleBook
 from workbench.spec.quant_config import read_quant
 from workbench.spec.storage import Piece, pieces_of
 from workbench.spec.tensors import Role, TensorSpec
@@ -284,6 +284,9 @@ def tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     yield from _vision_tensors(spec)
 
 
+Stored = tuple[QuantGroup, tuple[Piece, ...]]
+
+
 class _Storage:
     """How each matrix is stored. As published, the rules are not to be trusted: they would quantise what the files hold
     plain, so that one MXFP4 group means the routed experts alone. Another scheme, or several, say what they mean."""
@@ -292,20 +295,22 @@ class _Storage:
         self.quant, self.book = spec.quant, RuleBook(spec.quant)
         self.is_as_published = spec.quant is None or (spec.quant.scheme == "mxfp4" and not spec.quant.groups)
 
-    def pieces(self, module: str, rows: int, columns: int, *, is_expert: bool) -> tuple[Piece, ...]:
-        """What a matrix is stored in; () where it is plain. `module` is the one whose rules count."""
+    def of(self, module: str, rows: int, columns: int, *, is_expert: bool) -> Stored | None:
+        """What a matrix is stored in; None where it is plain. `module` is the one whose rules count."""
         if self.quant is None or (self.is_as_published and not is_expert):
-            return ()
+            return None
+        group: QuantGroup | None
         if self.is_as_published:
-            return pieces_of(self.quant.scheme, rows, columns, self.quant.group_size)
-        group = self.book.decide(module).group
-        return () if group is None else pieces_of(group.scheme, rows, columns, group.group_size)
+            group = QuantGroup(targets=(), scheme=self.quant.scheme, group_size=self.quant.group_size)
+        else:
+            group = self.book.decide(module).group
+        return None if group is None else (group, pieces_of(group.scheme, rows, columns, group.group_size))
 
 
 def _in_pieces(
     module: str,
     shape: tuple[int, ...],
-    pieces: tuple[Piece, ...],
+    stored: Stored,
     *,
     role: Role,
     param: str,
@@ -314,6 +319,7 @@ def _in_pieces(
 ) -> list[TensorSpec]:
     """What `module`'s matrix is stored as. A list, and no plain matrix first: this is made half a million times."""
     num_weights = math.prod(shape)
+    group, pieces = stored
     return [
         TensorSpec(
             name=module + piece.suffix,
@@ -325,6 +331,8 @@ def _in_pieces(
             expert=expert,
             part=piece.suffix.lstrip("."),  # type: ignore[arg-type]
             weights=num_weights if piece.holds_weights else 0,
+            scheme=group.scheme,
+            group_size=group.group_size,
         )
         for piece in pieces
     ]
@@ -339,13 +347,13 @@ _STORED_BY_RULE = re.compile(
 def _layer_tensors(spec: ModelSpec, layer: LayerSpec, storage: _Storage) -> Iterator[TensorSpec]:
     """Tensors of one layer, matrices in the pieces that they are stored in."""
     for tensor in _plain_layer_tensors(spec, layer):
-        pieces: tuple[Piece, ...] = ()
+        stored: Stored | None = None
         module = tensor.name.removesuffix(".weight")
         if _STORED_BY_RULE.fullmatch(tensor.param.split(".", 2)[2]):
-            pieces = storage.pieces(module, *tensor.shape, is_expert=False)
-        if pieces:
+            stored = storage.of(module, *tensor.shape, is_expert=False)
+        if stored is not None:
             yield from _in_pieces(
-                module, tensor.shape, pieces, role=tensor.role, param=tensor.param, layer=tensor.layer
+                module, tensor.shape, stored, role=tensor.role, param=tensor.param, layer=tensor.layer
             )
         else:
             yield tensor
@@ -442,17 +450,17 @@ def _expert_tensors(
 ) -> Iterator[TensorSpec]:
     up, down = (moe.width, moe.latent_dim), (moe.latent_dim, moe.width)
     forms = [  # gate, down, up; the rules for the first expert hold for all
-        (x, shape, storage.pieces(f"{prefix}experts.0.{x}", *shape, is_expert=True))
+        (x, shape, storage.of(f"{prefix}experts.0.{x}", *shape, is_expert=True))
         for x, shape in (("w1", up), ("w2", down), ("w3", up))
     ]
     for expert in range(moe.num_experts):
-        for x, shape, pieces in forms:
+        for x, shape, stored in forms:
             module, param = f"{prefix}experts.{expert}.{x}", f"layers.{layer.layer_idx}.ffn.experts.{x}.weight"
-            if pieces:
+            if stored is not None:
                 yield from _in_pieces(
                     module,
                     shape,
-                    pieces,
+                    stored,
                     role="routed_expert",
                     param=param,
                     layer=layer.layer_idx,
