@@ -19,8 +19,9 @@ from workbench.checkpoint import Checkpoint
 from workbench.loading import LoadedModel, LoadProgress, ShardReader, load_rank, load_sharded_weights
 from workbench.loading import load as load_module
 from workbench.loading import stream as stream_module
+from workbench.loading.reader import Places
 from workbench.loading.schedule import Batch, Chunk
-from workbench.loading.stream import staged_parts
+from workbench.loading.stream import Filled, staged_parts
 from workbench.placement import Layout
 
 LAYER = "language_model.model.layers.1"
@@ -180,16 +181,19 @@ def test_l16_l17_codes_and_scales_of_known_bytes_give_known_weights(copy_of: Cop
 class Scribbling(ShardReader):
     """Overwrites the whole slot with garbage before each read into it, as any reused buffer may be."""
 
-    def fill(self, batch: Batch, slot: memoryview) -> None:
+    def fill(self, batch: Batch, slot: memoryview, places: Places | None = None) -> None:
         slot[:] = b"\xa5" * len(slot)
-        super().fill(batch, slot)
+        super().fill(batch, slot, places)
 
 
 class Keeping(load_module.Writer):
-    """Stores a view of the staged bytes where it can, instead of copying them."""
+    """Stages everything, and stores a view of the staged bytes where it can, instead of copying them."""
 
-    def _write_chunk(self, chunk: Chunk, staged: Tensor) -> None:
-        super()._write_chunk(chunk, staged)
+    def places(self, chunk: Chunk) -> dict[str, Tensor]:
+        return {}
+
+    def _write_chunk(self, chunk: Chunk, staged: Tensor, filled: Filled) -> None:
+        super()._write_chunk(chunk, staged, filled)
         x = chunk.assignment
         for name, part in x.transform.targets.items():
             target = self.targets[name]

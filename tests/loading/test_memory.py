@@ -82,6 +82,18 @@ def test_l21_a_loader_that_drains_the_checkpoint_first_breaks_the_bound(large: P
     assert found["growth"] > found["resident_bytes"] + WINDOW + SLACK
 
 
+@pytest.mark.parametrize(
+    "window",
+    [pytest.param(WINDOW, id="one reader", marks=pytest.mark.slow), pytest.param(2 * WINDOW, id="four readers")],
+)
+def test_l21_a_load_ends_under_a_limit_of_its_weights_and_the_window(large: Path, sound: Path, window: int) -> None:
+    """L21: the kernel refuses what goes beyond; a load that drains the files first is refused."""
+    found = probe(large, sound / "F0", "mxfp4", 2, 2, how="limit", window=window)
+    assert found["bytes_read"] > 80 * MIB
+    with pytest.raises(AssertionError, match=r"can't allocate memory|MemoryError|Cannot allocate|std::bad_alloc"):
+        probe(large, sound / "F0", "mxfp4", 2, 2, how="limit-drain", window=window)
+
+
 # A C library that keeps in its heap whatever is freed; how much one keeps by itself is another in every process.
 KEEPS_FREED = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 

@@ -33,7 +33,11 @@ class CountingReads:
     def __call__(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self.delay_s:
             time.sleep(self.delay_s)
-        count = os.preadv(fd, [buffers[0][: self.limit]], offset)
+        short, left = [], self.limit
+        for buffer in buffers:
+            short.append(buffer[:left])
+            left -= len(short[-1])
+        count = os.preadv(fd, [buffer for buffer in short if len(buffer)], offset)
         self.calls.append((offset, count))
         return count
 

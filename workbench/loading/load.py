@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.checkpoint.checkpoint import Checkpoint
 from workbench.loading.expert_source import ExpertMemory, page_experts
-from workbench.loading.host_memory import HostMemory
+from workbench.loading.host_memory import HostMemory, use_huge_pages
 from workbench.loading.ledger import Ledger
-from workbench.loading.plan import plan_load
+from workbench.loading.plan import LoadPlan, plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window
 from workbench.loading.stages import StageTimes
+from workbench.loading.strategy import choose_strategy, file_system_of, is_network
 from workbench.loading.stream import LoadProgress, ProgressCallback, Throttle, Writer, staging_slots, stream
 from workbench.nn.model import Model
 from workbench.parallel import RankContext, allocate, attach, build_stage, layout_of, make_context
@@ -34,7 +35,8 @@ WINDOW_BYTES = 64 << 20
 class LoadStats:
     """What one load cost. Bytes and seconds are measured on this rank.
 
-    `bytes_assigned` comes from the placement table, `bytes_read` from the read calls. `peak_host_bytes` is how far the
+    `bytes_assigned` comes from the placement table, `bytes_read` from the read calls; `bytes_direct` of them went past
+    the page cache. `peak_host_bytes` is how far the
     process grew beyond its size when reading began, the weights themselves included where they lie in host memory;
     pages of program files, which come and go with the first use of an operator, are not counted.
     """
@@ -42,6 +44,7 @@ class LoadStats:
     bytes_read: int
     bytes_assigned: int
     bytes_read_through: int
+    bytes_direct: int
     resident_bytes: int
     window_bytes: int
     peak_host_bytes: int
@@ -169,18 +172,20 @@ def load_rank(
         )
     window = Window.of(window_bytes)
     if reader is None:
-        reader = ShardReader(checkpoint.root, rank=rank, scratch_bytes=window.scratch, policy=ReadPolicy())
+        reader = reader_of(checkpoint.root, plan, window)
     planned = time.perf_counter()
     stages = StageTimes(rank=rank) if stages is None else stages
     stages.start()
     memory = HostMemory()
     allocate(model, device)
+    use_huge_pages(tensors_of(model).values())
     ledger = Ledger(model, rank=rank, check=check, device=device, is_ghost=checkpoint.ghost is not None)
-    ledger.warnings.extend(plan.notes)
+    ledger.warnings.extend([*plan.notes, *place_notes(checkpoint.root)])
     writer = Writer(tensors_of(model), ledger, torch.device(device), stages)
     report = Throttle(progress, rank, sum(extent.num_bytes for extent in plan.extents()), stages)
     try:
         stream(plan, window, staging_slots(window), reader, writer, memory, report)
+        reader.check_unchanged()
     finally:
         reader.close()
     ledger.close(name for x in plan.assignments for name in x.names)
@@ -191,6 +196,7 @@ def load_rank(
         bytes_read=reader.bytes_read,
         bytes_assigned=plan.bytes_assigned,
         bytes_read_through=reader.bytes_through,
+        bytes_direct=reader.bytes_direct,
         resident_bytes=sum(x.nbytes for x in tensors_of(model).values()) + (pool.num_bytes if pool else 0),
         window_bytes=window_bytes,
         peak_host_bytes=memory.growth,
@@ -205,6 +211,26 @@ def load_rank(
 def tensors_of(model: Model) -> dict[str, Tensor]:
     """Everything a load fills, by name."""
     return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def reader_of(root: Path, plan: LoadPlan, window: Window) -> ShardReader:
+    """A reader for the bytes of a plan, with as many threads as the window has room for."""
+    return ShardReader(
+        root,
+        rank=plan.rank,
+        scratch_bytes=window.scratch,
+        policy=ReadPolicy(),
+        num_threads=window.num_readers,
+        strategy=choose_strategy(root, plan.extents()),
+    )
+
+
+def place_notes(root: Path) -> list[str]:
+    """What the folder lies on, where that is another machine's."""
+    file_system = file_system_of(root)
+    if not is_network(file_system):
+        return []
+    return [f"{root} lies on {file_system}, which another machine serves: every rank's reads cross the network"]
 
 
 def _default_device(mesh: DeviceMesh | None) -> torch.device | None:

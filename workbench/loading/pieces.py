@@ -15,11 +15,10 @@ from torch import Tensor
 
 from workbench.base import LoadError, human
 from workbench.checkpoint.checkpoint import Checkpoint
-from workbench.loading.host_memory import HostMemory, return_freed_memory
+from workbench.loading.host_memory import HostMemory, return_freed_memory, use_huge_pages
 from workbench.loading.ledger import Ledger
-from workbench.loading.load import WINDOW_BYTES, LoadStats, tensors_of
+from workbench.loading.load import WINDOW_BYTES, LoadStats, place_notes, reader_of, tensors_of
 from workbench.loading.plan import Assignment, LoadPlan, piece_of, plan_load
-from workbench.loading.reader import ReadPolicy, ShardReader
 from workbench.loading.schedule import Window
 from workbench.loading.stages import StageTimes
 from workbench.loading.stream import ProgressCallback, Throttle, Writer, staging_slots, stream
@@ -131,18 +130,17 @@ def load_in_pieces(
     plan, model, device = prepared.plan, prepared.model, torch.device(device)
     if device.type == "cpu":
         _check_memory(prepared.peak_bytes(keep=keep), keep)
-    reader = ShardReader(
-        prepared.checkpoint.root, rank=plan.rank, scratch_bytes=prepared.window.scratch, policy=ReadPolicy()
-    )
+    reader = reader_of(prepared.checkpoint.root, plan, prepared.window)
     resident = prepared.resident_bytes
     stages = StageTimes(rank=plan.rank)
     memory = HostMemory()
     ledger = Ledger(model, rank=plan.rank, check=check, device=device, is_ghost=prepared.checkpoint.ghost is not None)
-    ledger.warnings.extend(plan.notes)
+    ledger.warnings.extend([*plan.notes, *place_notes(prepared.checkpoint.root)])
     report = Throttle(progress, plan.rank, sum(extent.num_bytes for extent in plan.extents()), stages)
     empty = tensors_of(model)
     if keep:
         allocate(model, device)
+        use_huge_pages(tensors_of(model).values())
     filled = tensors_of(model) if keep else {}
     pieces: list[Piece] = []
     slots = staging_slots(prepared.window)
@@ -150,6 +148,7 @@ def load_in_pieces(
         for name, part in prepared.pieces().items():
             wanted = list(dict.fromkeys(target for x in part.assignments for target in x.transform.all_targets))
             targets = {target: _tensor_for(target, filled, empty, device) for target in wanted}
+            use_huge_pages(targets.values())
             started, before = time.perf_counter(), reader.bytes_read
             stream(part, prepared.window, slots, reader, Writer(targets, ledger, device, stages), memory, report)
             pieces.append(
@@ -164,6 +163,7 @@ def load_in_pieces(
             del targets
             if not keep:
                 return_freed_memory()
+        reader.check_unchanged()
     finally:
         reader.close()
     ledger.close(name for x in plan.assignments for name in x.names)
@@ -174,6 +174,7 @@ def load_in_pieces(
         bytes_read=reader.bytes_read,
         bytes_assigned=plan.bytes_assigned,
         bytes_read_through=reader.bytes_through,
+        bytes_direct=reader.bytes_direct,
         resident_bytes=resident,
         window_bytes=prepared.window_bytes,
         peak_host_bytes=memory.growth,

@@ -1,28 +1,40 @@
-"""Positioned reads of shard files into a buffer that the caller owns; never a mapping.
+"""Positioned reads of shard files into memory that the caller owns; never a mapping.
 
 A page of a mapped file that cannot be served (truncated file, lost network share) is a SIGBUS that kills the process;
-a read that comes up short is an error with a file, an offset and a rank.
+a read that comes up short is an error with a file, an offset and a rank. A handler for that signal is no way out: it
+belongs to the whole process, Python's runs only after the faulting instruction, which faults again, and the copy that
+faulted may be any library's. A mapping also leaves the weights in the page cache, to be taken away and read again when
+memory is short, where a rank must own what it serves from; and it has a copy to make like any read.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 import statistics
+import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from workbench.base import CheckpointError, LoadError
 from workbench.checkpoint.header import open_regular
 from workbench.loading.plan import Extent
-from workbench.loading.schedule import Batch
+from workbench.loading.schedule import Batch, Read
+from workbench.loading.strategy import StrategyProbe
 
-__all__ = ["ReadPolicy", "ShardReader"]
+__all__ = ["Places", "ReadPolicy", "ShardReader"]
 
 Preadv = Callable[[int, Sequence[memoryview], int], int]
-OPEN_FILES = 16
+Places = Mapping[int, memoryview]  # by where in the slot the bytes would lie otherwise
+OPEN_FILES = 16  # of each thread
+MANY_BUFFERS = 512  # in one call; the kernel takes 1024
+PAGE = 4096
 SAMPLES = 32  # short reads that are looked at together
 CONTROL_EVERY = 4  # of them one is accompanied by a call that reads nothing
 SLOWER_THAN_CONTROL = 5.0
@@ -43,9 +55,10 @@ class ReadPolicy:
 
 
 class ShardReader:
-    """Reads extents of the files in `root` for one rank. Not thread-safe; one thread reads.
+    """Reads extents of the files in `root` for one rank. Several threads may call `fill`; each opens its own files, so
+    that the kernel sees the order in which each reads.
 
-    `scratch_bytes` bounds what is held to read through gaps.
+    `scratch_bytes` bounds what all threads together hold to read through gaps and past the page cache.
     """
 
     def __init__(
@@ -56,30 +69,43 @@ class ShardReader:
         scratch_bytes: int = 1 << 20,
         policy: ReadPolicy | None = None,
         preadv: Preadv | None = None,
+        num_threads: int = 1,
+        strategy: StrategyProbe | None = None,
     ) -> None:
         self.root, self.rank, self.policy = root, rank, policy or ReadPolicy()
+        self.strategy = strategy or StrategyProbe(is_settled=True)
         self.bytes_read = 0
         self.bytes_through = 0  # of `bytes_read`: gaps that were read and dropped
+        self.bytes_direct = 0  # of `bytes_read`: past the page cache
         self.num_reads = 0
-        self.seconds = 0.0
+        self.num_threads = num_threads
+        self._busy_s = 0.0
         self._preadv = preadv or os.preadv
-        self._scratch_bytes = scratch_bytes
-        self._scratch = bytearray()
-        self._files: OrderedDict[str, int] = OrderedDict()
+        self._scratch_bytes = scratch_bytes // num_threads // PAGE * PAGE or scratch_bytes
+        self._own = threading.local()
+        self._seen: dict[str, tuple[int, int, int]] = {}  # what a file was when it was first opened
+        self._all_files: list[OrderedDict[tuple[str, bool], int]] = []
+        self._lock = threading.Lock()
         self._durations: deque[float] = deque(maxlen=SAMPLES)
         self._controls: deque[float] = deque(maxlen=SAMPLES // CONTROL_EVERY)
 
-    def fill(self, batch: Batch, slot: memoryview) -> None:
-        """Read all extents of a batch to their places in the slot. Raises LoadError naming file, offset and rank."""
+    def fill(self, batch: Batch, slot: memoryview, places: Places | None = None) -> None:
+        """Read all extents of a batch to where they belong in the slot, or in `places`. Raises LoadError naming file,
+        offset and rank."""
         started = time.perf_counter()
         for read in batch.reads:
-            extent = read.extent
-            target = slot[read.at : read.at + extent.num_bytes]
-            if extent.count == 1:
-                self._read(extent.file, extent.offset, target)
+            targets = _targets(read, slot, places or {})
+            if read.extent.count == 1:
+                self._read(read.extent.file, read.extent.offset, targets)
             else:
-                self._read_segments(extent, target)
-        self.seconds += time.perf_counter() - started
+                self._read_segments(read.extent, targets[0])
+        with self._lock:
+            self._busy_s += time.perf_counter() - started
+
+    @property
+    def seconds(self) -> float:
+        """Spent reading so far; of several threads, their mean."""
+        return self._busy_s / self.num_threads
 
     @property
     def is_slow(self) -> bool:
@@ -91,76 +117,211 @@ class ShardReader:
         control = statistics.median(self._controls)
         return statistics.median(self._durations) > max(limit, SLOWER_THAN_CONTROL * control)
 
+    def check_unchanged(self) -> None:
+        """Raises LoadError where a file is another one, or was written to, since its first read."""
+        for file, seen in self._seen.items():
+            try:
+                now = _identity(os.stat(self.root / file))
+            except OSError:
+                now = (0, 0, 0)
+            if now != seen:
+                self._changed(file)
+
+    def _changed(self, file: str) -> NoReturn:
+        raise LoadError(
+            "file changed while it was read: what was loaded may be of two checkpoints",
+            where=self.root / file,
+            found=f"rank {self.rank}",
+            next_step="Load again once nothing writes to this folder",
+        )
+
     def close(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
+        """Close the files of all threads; none may be reading."""
+        while self._all_files:
+            for fd in self._all_files.pop().values():
+                os.close(fd)
+        self._own = threading.local()
 
     def _read_segments(self, extent: Extent, target: memoryview) -> None:
-        gap = extent.stride - extent.length
+        gap, length = extent.stride - extent.length, extent.length
         may_read_through = gap <= self.policy.largest_gap and extent.stride <= self._scratch_bytes
+        fd, num_whole = self._open(extent.file), 0
         for i in range(extent.count):
             if i % SAMPLES == 0 and may_read_through and self.is_slow:
+                self._count(num_whole * length, num_whole)
                 self._read_through(extent, i, target)
                 return
             started = time.perf_counter()
-            place = slice(i * extent.length, (i + 1) * extent.length)
-            self._read(extent.file, extent.offset + i * extent.stride, target[place])
+            offset, place = extent.offset + i * extent.stride, target[i * length : (i + 1) * length]
+            count = self._call(fd, extent.file, [place], offset, offset + length)
+            if count == length:
+                num_whole += 1  # counted together: a column slice is mostly made of what Python does for each segment
+            else:
+                self._count(count)
+                self._fill_from(fd, extent.file, offset + count, [place[count:]])
             self._durations.append(time.perf_counter() - started)
             if i % CONTROL_EVERY == 0:
                 started = time.perf_counter()
-                os.fstat(self._files[extent.file])
+                os.fstat(fd)
                 self._controls.append(time.perf_counter() - started)
+        self._count(num_whole * length, num_whole)
 
     def _read_through(self, extent: Extent, first: int, target: memoryview) -> None:
         """Segments from `first` on, by reading whole runs of rows and keeping the columns."""
-        if not self._scratch:
-            self._scratch = bytearray(self._scratch_bytes)
-        length, stride = extent.length, extent.stride
+        scratch, length, stride = self._scratch(), extent.length, extent.stride
         per_run = max(1, (self._scratch_bytes - length) // stride + 1)
         for start in range(first, extent.count, per_run):
             num = min(per_run, extent.count - start)
             span = stride * (num - 1) + length
-            run = memoryview(self._scratch)[:span]
-            self._read(extent.file, extent.offset + start * stride, run)
-            self.bytes_through += span - num * length
+            run = scratch[:span]
+            self._fill_from(self._open(extent.file), extent.file, extent.offset + start * stride, [run])
+            with self._lock:
+                self.bytes_through += span - num * length
             for i in range(num):
                 place = (start + i) * length
                 target[place : place + length] = run[i * stride : i * stride + length]
 
-    def _read(self, file: str, offset: int, target: memoryview) -> None:
-        fd, done = self._open(file), 0
-        while done < len(target):
-            try:
-                count = self._preadv(fd, [target[done:]], offset + done)
-            except OSError as error:
-                raise LoadError(
-                    f"reading failed: {error.strerror or error}",
-                    where=self.root / file,
-                    found=f"offset {offset + done}, rank {self.rank}",
-                    next_step="Check the storage this folder lies on, then load again",
-                ) from error
-            if count == 0:
-                raise LoadError(
-                    f"file ends at byte {offset + done}, {len(target) - done} bytes short; did it change since it was "
-                    "opened?",
-                    where=self.root / file,
-                    found=f"offset {offset}, rank {self.rank}, file now {os.fstat(fd).st_size} bytes",
-                    next_step="Run `workbench audit` on the folder",
-                )
-            done += count
-            self.num_reads += 1
-            self.bytes_read += count
+    def _read(self, file: str, offset: int, targets: list[memoryview]) -> None:
+        """Bytes from `offset` on into one buffer after another."""
+        num_bytes = sum(map(len, targets))
+        is_direct = self.strategy.wants_direct(num_bytes)
+        started = time.perf_counter()
+        if not (is_direct and self._read_direct(file, offset, targets)):
+            self._fill_from(self._open(file), file, offset, targets)
+        self.strategy.saw(is_direct, num_bytes, time.perf_counter() - started)
 
-    def _open(self, file: str) -> int:
-        if file in self._files:
-            self._files.move_to_end(file)
-            return self._files[file]
-        if len(self._files) >= OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
+    def _read_direct(self, file: str, offset: int, targets: list[memoryview]) -> bool:
+        """The same past the page cache, which moves whole pages into aligned memory; False where that cannot be."""
+        fd = self._open(file, is_direct=True)
+        if fd < 0:
+            return False
+        scratch, at, end, left = self._scratch(), offset // PAGE * PAGE, offset + sum(map(len, targets)), targets
+        while at < end:
+            whole = min(self._scratch_bytes, -(-(end - at) // PAGE) * PAGE)
+            try:
+                count = self._call(fd, file, [scratch[:whole]], at, end)
+            except LoadError as error:
+                if at <= offset and isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EINVAL:
+                    self.strategy.refuse()
+                    return False
+                raise
+            first, last = max(offset, at), min(at + count, end)
+            if last <= first or (last < end and count % PAGE):
+                self._end_of_file(fd, file, max(first, last), end)
+            left = _scatter(scratch[first - at : last - at], left)
+            at += count
+            self._count(last - first, direct=True)
+        return True
+
+    def _fill_from(self, fd: int, file: str, offset: int, targets: list[memoryview]) -> None:
+        left, end = list(targets), offset + sum(map(len, targets))
+        while left:
+            count = self._call(fd, file, left[:MANY_BUFFERS], offset, end)
+            if count == 0:
+                self._end_of_file(fd, file, offset, end)
+            offset += count
+            self._count(count)
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def _call(self, fd: int, file: str, buffers: list[memoryview], offset: int, end: int) -> int:
         try:
-            self._files[file] = open_regular(self.root / file)
+            return self._preadv(fd, buffers, offset)
+        except OSError as error:
+            raise LoadError(
+                f"reading failed: {error.strerror or error}",
+                where=self.root / file,
+                found=f"offset {offset}, rank {self.rank}",
+                next_step="Check the storage this folder lies on, then load again",
+            ) from error
+
+    def _end_of_file(self, fd: int, file: str, offset: int, end: int) -> NoReturn:
+        raise LoadError(
+            f"file ends at byte {offset}, {end - offset} bytes short; did it change since it was opened?",
+            where=self.root / file,
+            found=f"offset {offset}, rank {self.rank}, file now {os.fstat(fd).st_size} bytes",
+            next_step="Run `workbench audit` on the folder",
+        )
+
+    def _count(self, num_bytes: int, num_calls: int = 1, *, direct: bool = False) -> None:
+        with self._lock:
+            self.num_reads += num_calls
+            self.bytes_read += num_bytes
+            self.bytes_direct += num_bytes if direct else 0
+
+    def _scratch(self) -> memoryview:
+        """Memory of this thread that begins at a page, taken when it is first needed."""
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = memoryview(mmap.mmap(-1, self._scratch_bytes))
+        scratch: memoryview = self._own.scratch
+        return scratch
+
+    def _open(self, file: str, *, is_direct: bool = False) -> int:
+        """Descriptor of this thread, -1 where the file cannot be read past the page cache."""
+        if not hasattr(self._own, "files"):
+            self._own.files = OrderedDict()
+            with self._lock:
+                self._all_files.append(self._own.files)
+        files: OrderedDict[tuple[str, bool], int] = self._own.files
+        key = (file, is_direct)
+        if key in files:
+            files.move_to_end(key)
+            return files[key]
+        if len(files) >= OPEN_FILES:
+            os.close(files.popitem(last=False)[1])
+        try:
+            fd = open_regular(self.root / file)
         except CheckpointError as error:
             raise LoadError(
                 error.message, where=error.where, found=f"rank {self.rank}", next_step=error.next_step
             ) from error
-        return self._files[file]
+        with self._lock:
+            seen = self._seen.setdefault(file, _identity(os.fstat(fd)))
+        if seen != _identity(os.fstat(fd)):
+            os.close(fd)
+            self._changed(file)
+        if is_direct:
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+            except (OSError, AttributeError):  # not every file system, nor every system, has it
+                os.close(fd)
+                self.strategy.refuse()
+                return -1
+        files[key] = fd
+        return fd
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _targets(read: Read, slot: memoryview, places: Places) -> list[memoryview]:
+    """Where the bytes of one read go, in order; what lies side by side in the slot is one buffer."""
+    if not places:
+        return [slot[read.at : read.at + read.extent.num_bytes]]
+    targets, begin, at = [], read.at, read.at
+    for num_bytes in read.pieces:
+        place = places.get(at)
+        if place is not None:
+            if at > begin:
+                targets.append(slot[begin:at])
+            targets.append(place)
+            begin = at + num_bytes
+        at += num_bytes
+    if at > begin:
+        targets.append(slot[begin:at])
+    return targets
+
+
+def _scatter(data: memoryview, targets: list[memoryview]) -> list[memoryview]:
+    """Copy `data` over the targets in order; returns what of them is left to fill."""
+    at = 0
+    for index, target in enumerate(targets):
+        count = min(len(target), len(data) - at)
+        target[:count] = data[at : at + count]
+        at += count
+        if count < len(target):
+            return [target[count:], *targets[index + 1 :]]
+    return []

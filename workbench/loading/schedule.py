@@ -1,6 +1,6 @@
 """A plan cut into batches that fit the staging window, and the reads that fill it.
 
-    window = 2 staging slots (one is read into while the other is consumed) + scratch for read-through + temporaries
+    window = staging slots (one is consumed while the others are read into) + scratch of the readers + temporaries
 
 Chunks of one batch lie in the slot in file order, so that neighbours in the file are read in one go.
 """
@@ -18,23 +18,32 @@ from workbench.loading.plan import Assignment, Extent, LoadPlan
 __all__ = ["Batch", "Chunk", "Read", "Window", "schedule"]
 
 ALIGN = 64  # bytes; tensors that are aligned in the file are aligned in the slot
+READERS = 4  # threads that read at one time, where the window has room for a slot of each
+SMALL_WINDOW = 32 << 20  # below it one reader and two slots, which keeps rows of any model inside a slot
+BATCH_BYTES = 8 << 20  # of one batch at most, unless a row is larger: what was just read is still in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How the staging window is divided, in bytes."""
+    """How the staging window is divided, in bytes: `num_slots` of `slot`, and what all readers share of `scratch`."""
 
     slot: int
     scratch: int
     temporary: int
+    num_slots: int = 2
 
     @classmethod
     def of(cls, window_bytes: int) -> Window:
-        """5/16 for each of the two slots and for temporaries, 1/16 for scratch. Raises LoadError below 64 KiB."""
+        """10/16 for the slots, 5/16 for temporaries, 1/16 for scratch. Raises LoadError below 64 KiB."""
         if window_bytes < 1 << 16:
             raise LoadError(f"staging window of {window_bytes} bytes", expected="at least 65536")
         part = window_bytes // 16
-        return cls(slot=5 * part, scratch=part, temporary=5 * part)
+        num_slots = 2 if window_bytes < SMALL_WINDOW else READERS + 1
+        return cls(slot=10 * part // num_slots, scratch=part, temporary=5 * part, num_slots=num_slots)
+
+    @property
+    def num_readers(self) -> int:
+        return self.num_slots - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +67,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One extent and its place in the slot; for segments apart, they are packed there without gaps."""
+    """One extent and its place in the slot; for segments apart, they are packed there without gaps.
+
+    `pieces` are the sizes of the chunks' parts in it, in order; each begins where `Chunk.staged` says.
+    """
 
     extent: Extent
     at: int
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +95,10 @@ class Batch:
 def schedule(plan: LoadPlan, window: Window) -> Iterator[Batch]:
     """Batches in file order. Raises LoadError where a single row does not fit the window."""
     chunks: list[Chunk] = []
-    cost = 0
+    cost, most = 0, min(window.slot, BATCH_BYTES)
     for chunk in _chunks(plan, window):
         more = sum(extent.num_bytes + 2 * ALIGN for extent in chunk.extents.values())
-        if chunks and cost + more > window.slot:
+        if chunks and cost + more > most:
             yield _batch(chunks)
             chunks, cost = [], 0
         chunks.append(chunk)
@@ -111,14 +124,16 @@ def _chunks(plan: LoadPlan, window: Window) -> Iterator[Chunk]:
 
 
 def _rows_that_fit(x: Assignment, window: Window) -> int:
-    shared = sum(source.num_bytes for source in x.sources.values() if source.is_shared)
-    staged = window.slot - 2 * ALIGN * len(x.sources) - shared
-    rows = staged // x.source_row_bytes
-    per_row = x.transform.temporary_bytes * x.num_columns
-    if per_row:
-        rows = min(rows, window.temporary // per_row)
     tile = math.lcm(*(source.tile for source in x.sources.values()))
-    rows = rows // tile * tile if rows < x.num_rows else rows  # chunks begin where tiles do
+    shared = sum(source.num_bytes for source in x.sources.values() if source.is_shared)
+    per_row = x.transform.temporary_bytes * x.num_columns
+    rows = 0
+    for slot in (min(window.slot, BATCH_BYTES), window.slot):
+        if rows < 1:
+            rows = (slot - 2 * ALIGN * len(x.sources) - shared) // x.source_row_bytes
+            if per_row:
+                rows = min(rows, window.temporary // per_row)
+            rows = rows // tile * tile if rows < x.num_rows else rows  # chunks begin where tiles do
     if rows < 1:
         least = "one row" if tile == 1 else f"a tile of {tile} rows"
         size = f"{tile * x.source_row_bytes} bytes, {tile * per_row} more to transform it"
@@ -150,11 +165,12 @@ def _batch(chunks: list[Chunk]) -> Batch:
         ):
             chunk.staged[part] = end
             joined = before.length + extent.length
-            reads[-1] = Read(Extent(extent.file, before.offset, joined, joined, 1), reads[-1].at)
+            run = Extent(extent.file, before.offset, joined, joined, 1)
+            reads[-1] = Read(run, reads[-1].at, (*reads[-1].pieces, extent.num_bytes))
         else:
             at = -(-end // ALIGN) * ALIGN + (extent.offset % ALIGN if extent.count == 1 else 0)
             chunk.staged[part] = at
-            reads.append(Read(extent, at))
+            reads.append(Read(extent, at, (extent.num_bytes,)))
             end = at
         end += extent.num_bytes
     return Batch(tuple(reads), tuple(chunks), end)

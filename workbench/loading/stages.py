@@ -21,9 +21,10 @@ FIRST_BIN_S = 1 / MAX_BINS
 
 
 class StageTimes:
-    """Times of one rank's load, from when it is made (or from `start`) to `finish`. Two threads add to it.
+    """Times of one rank's load, from when it is made (or from `start`) to `finish`. Several threads add to it.
 
-        read       the reading thread: from a file into a staging slot
+        read       the reading threads, their mean: from a file into a staging slot; rows that need no transform go
+                   straight to their place in host memory, and are summed for the check while they are in the cache
         wait       the writing thread, until a slot is filled: reading that nothing hides
         transfer   from the slot to the device, a batch at a time; on the CPU there is nothing to move
         transform  expand, decode, encode
@@ -49,17 +50,18 @@ class StageTimes:
         """Begin now; what was planned before the load is not part of it."""
         self._began = self.now()
 
-    def add(self, stage: Stage, began: float, num_bytes: Mapping[str, int]) -> float:
+    def add(self, stage: Stage, began: float, num_bytes: Mapping[str, int], num_threads: int = 1) -> float:
         """Count the time from `began` (as `now` gave it) until now; returns now, when the next stage may begin.
 
         `num_bytes` by piece: where several went through the stage together, its time is shared out by their bytes.
+        `num_threads` that are at work in this stage at one time count for their part of it each.
         """
         ended = self.now()
-        seconds, total = ended - began, sum(num_bytes.values())
+        seconds, total = (ended - began) / num_threads, sum(num_bytes.values())
         with self._lock:
             self._seconds[stage] += seconds
             self._bytes[stage] += total
-            self._mark(stage, began - self._began, ended - self._began)
+            self._mark(stage, began - self._began, ended - self._began, num_threads)
             for piece, count in num_bytes.items():
                 own_seconds, own_bytes = self._pieces.setdefault(piece, ({}, {}))
                 share = count / total if total else 1 / len(num_bytes)
@@ -101,15 +103,15 @@ class StageTimes:
                 },
             }
 
-    def _mark(self, stage: Stage, first: float, last: float) -> None:
-        """Add the interval, in seconds since the beginning, to the bins that it touches."""
+    def _mark(self, stage: Stage, first: float, last: float, num_threads: int) -> None:
+        """Add one thread's interval, in seconds since the beginning, to the bins that it touches."""
         while last >= self.bin_s * MAX_BINS:
             self._double()
         bins, at = self._busy[stage], max(0.0, first)
         place = int(at / self.bin_s)
         while at < last:
             edge = min(last, (place + 1) * self.bin_s)
-            bins[place] += max(0.0, edge - at)
+            bins[place] += max(0.0, edge - at) / num_threads
             at, place = edge, place + 1
             if place == MAX_BINS:
                 break

@@ -1,9 +1,10 @@
-"""A plan carried out: read through two staging slots, transform, write, account."""
+"""A plan carried out: read into place or through staging slots, transform, write, account."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from workbench.base import LoadError
 from workbench.loading.host_memory import HostMemory, return_freed_memory
-from workbench.loading.ledger import Ledger, SourceRef
+from workbench.loading.ledger import Ledger, SourceRef, Sums, content_sums
 from workbench.loading.plan import SCALES, Assignment, LoadPlan
 from workbench.loading.reader import ShardReader
 from workbench.loading.schedule import Batch, Chunk, Window, schedule
@@ -42,46 +43,69 @@ class LoadProgress:
 ProgressCallback = Callable[[LoadProgress], None]
 
 
-def staging_slots(window: Window) -> tuple[Tensor, Tensor]:
-    """The two staging buffers of a load, taken once: buffers taken and freed piece by piece leave holes in the heap."""
-    return torch.empty(window.slot, dtype=torch.uint8), torch.empty(window.slot, dtype=torch.uint8)
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What reading left of one chunk: by part, rows that lie in their place in the model already, and their sums."""
+
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    sums: Mapping[str, Sums] = field(default_factory=dict)
+
+
+NOTHING = Filled()
+
+
+def staging_slots(window: Window) -> tuple[Tensor, ...]:
+    """The staging buffers of a load, taken once: buffers taken and freed piece by piece leave holes in the heap."""
+    return tuple(torch.empty(window.slot, dtype=torch.uint8) for _ in range(window.num_slots))
 
 
 def stream(
     plan: LoadPlan,
     window: Window,
-    slots: tuple[Tensor, Tensor],
+    slots: tuple[Tensor, ...],
     reader: ShardReader,
     writer: Writer,
     memory: HostMemory,
     report: Throttle,
 ) -> None:
-    """Read batch k + 1 into one slot while batch k is written from the other. Raises LoadError as the reader does."""
-    views = [slot.numpy().data for slot in slots]
-    batches = schedule(plan, window)
-    stages = writer.stages
+    """Write batch k while those after it are read, each into a slot of its own. Raises LoadError as the reader does."""
+    batches, stages, num_readers = schedule(plan, window), writer.stages, len(slots) - 1
 
-    def fill(batch: Batch, view: memoryview) -> None:
+    @torch.no_grad()
+    def fill(batch: Batch, slot: Tensor) -> list[Filled]:
         began = stages.now()
-        reader.fill(batch, view)
-        stages.add("read", began, batch.bytes_by_piece())
+        places = [writer.places(chunk) for chunk in batch.chunks]
+        pairs = zip(batch.chunks, places, strict=True)
+        direct = {chunk.staged[part]: _bytes_of(x) for chunk, rows in pairs for part, x in rows.items()}
+        reader.fill(batch, slot.numpy().data, direct)
+        sums = [{part: _sums(x) for part, x in rows.items()} if writer.ledger.check else {} for rows in places]
+        stages.add("read", began, batch.bytes_by_piece(), num_readers)
+        return [Filled(*each) for each in zip(places, sums, strict=True)]
 
-    with ThreadPoolExecutor(1, thread_name_prefix="read-shards") as pool:
-        batch, turn = next(batches, None), 0
-        pending = pool.submit(fill, batch, views[0]) if batch is not None else None
-        while batch is not None and pending is not None:
-            began = stages.now()
-            pending.result()
-            stages.add("wait", began, batch.bytes_by_piece())
-            upcoming = next(batches, None)
-            pending = pool.submit(fill, upcoming, views[1 - turn]) if upcoming is not None else None
-            writer.write(batch, slots[turn])
-            memory.sample()
-            # Of temporaries that were let go, the C library keeps what lies between others, a different share in every
-            # process: seen to double what a small window should hold.
-            return_freed_memory()
-            report(reader.bytes_read, batch.chunks[-1].assignment.names[0])
-            batch, turn = upcoming, 1 - turn
+    free, pending = deque(slots), deque[tuple[Batch, Tensor, Future[list[Filled]]]]()
+    with ThreadPoolExecutor(num_readers, thread_name_prefix="read-shards") as pool:
+        try:
+            while True:
+                while free and (batch := next(batches, None)) is not None:
+                    slot = free.popleft()
+                    pending.append((batch, slot, pool.submit(fill, batch, slot)))
+                if not pending:
+                    return
+                batch, slot, future = pending.popleft()
+                began = stages.now()
+                filled = future.result()
+                stages.add("wait", began, batch.bytes_by_piece())
+                writer.write(batch, slot, filled)
+                free.append(slot)
+                memory.sample()
+                if any(len(own.rows) < len(chunk.extents) for own, chunk in zip(filled, batch.chunks, strict=True)):
+                    # Of temporaries that were let go, the C library keeps what lies between others, a different share
+                    # in every process: seen to double what a small window should hold.
+                    return_freed_memory()
+                report(reader.bytes_read, batch.chunks[-1].assignment.names[0])
+        finally:
+            for _, _, future in pending:
+                future.cancel()
 
 
 class Writer:
@@ -90,37 +114,56 @@ class Writer:
     def __init__(self, targets: Mapping[str, Tensor], ledger: Ledger, device: torch.device, stages: StageTimes) -> None:
         self.targets, self.ledger, self.device, self.stages = targets, ledger, device, stages
 
+    def places(self, chunk: Chunk) -> dict[str, Tensor]:
+        """By part, the rows of its target that bytes of the files fill as they are."""
+        found: dict[str, Tensor] = {}
+        x = chunk.assignment
+        if self.device.type != "cpu" or chunk.is_padding:
+            return found
+        for name, part in x.transform.direct_targets.items():
+            rows, source = self._rows(name, chunk), x.sources[part]
+            is_same = rows.dtype == source.dtype and rows.nbytes == chunk.extents[part].num_bytes
+            if is_same and rows.is_contiguous() and not source.num_lines:
+                found[part] = rows
+        return found
+
     @torch.no_grad()
-    def write(self, batch: Batch, slot: Tensor) -> None:
+    def write(self, batch: Batch, slot: Tensor, filled: Sequence[Filled]) -> None:
         # One transfer per batch; on the CPU this is the slot itself, which the next read will overwrite, so nothing
         # below may keep a view of it.
         began = self.stages.now()
         staged = slot[: batch.used_bytes].to(self.device)
         self.stages.add("transfer", began, batch.bytes_by_piece())
-        for chunk in batch.chunks:
+        for chunk, own in zip(batch.chunks, filled, strict=True):
             if chunk.is_padding:
                 self._check_padding(chunk, staged)
             else:
-                self._write_chunk(chunk, staged)
+                self._write_chunk(chunk, staged, own)
 
-    def _write_chunk(self, chunk: Chunk, staged: Tensor) -> None:
+    def _rows(self, name: str, chunk: Chunk) -> Tensor:
+        slot = chunk.assignment.slot
+        target = self.targets[name] if slot is None else self.targets[name][slot]
+        return target[chunk.first : chunk.last]
+
+    def _write_chunk(self, chunk: Chunk, staged: Tensor, filled: Filled) -> None:
         x, rows = chunk.assignment, (chunk.first, chunk.last)
         stages, piece = self.stages, x.piece
         at = stages.now()
-        parts = staged_parts(chunk, staged)
+        parts = staged_parts(chunk, staged, filled.rows)
         outputs = x.transform.apply(parts)
         at = stages.add("transform", at, {piece: chunk.num_bytes})
         for name, (output, values) in outputs.items():
             part = x.transform.all_targets[name]
             names = [part] if values is None and part in x.sources else list(x.sources)
             self.ledger.record(name, x.slot, rows, sources=_refs(x, names), transform=x.transform.name)
-            target = self.targets[name] if x.slot is None else self.targets[name][x.slot]
-            target = target[slice(*rows)]
-            target.copy_(output.reshape(target.shape))
+            target = self._rows(name, chunk)
+            if part not in filled.rows:
+                target.copy_(output.reshape(target.shape))
             at = stages.add("bind", at, {piece: target.nbytes})
             # Codes say little about the values they stand for; where those were at hand, they are what is checked.
             shows_values = values is not None and part in ("weight", "weight_packed")
-            self.ledger.observe(name, x.slot, values if shows_values and values is not None else target)
+            seen = values if shows_values and values is not None else target
+            self.ledger.observe(name, x.slot, seen, filled.sums.get(part))
             scale = next((parts[key] for key in SCALES if key in parts), None)
             if scale is not None and part != "weight_scale":
                 self.ledger.observe_scale(name, x.slot, scale)
@@ -139,10 +182,14 @@ class Writer:
             )
 
 
-def staged_parts(chunk: Chunk, staged: Tensor) -> dict[str, Tensor]:
-    """The rows of a chunk as they were read, by part: views of `staged` wherever its bytes are aligned."""
+def staged_parts(chunk: Chunk, staged: Tensor, placed: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The rows of a chunk as they were read, by part: views of `staged` wherever its bytes are aligned, and those in
+    `placed`, which never lay there."""
     parts = {}
     for part, source in chunk.assignment.sources.items():
+        if placed and part in placed:
+            parts[part] = placed[part]
+            continue
         at = chunk.staged[part]
         first, last = source.rows_for(chunk.first, chunk.last)
         raw = staged[at : at + (last - first) * source.row_bytes]
@@ -153,6 +200,15 @@ def staged_parts(chunk: Chunk, staged: Tensor) -> dict[str, Tensor]:
             values = values.view(source.num_lines, last - first, *source.row_shape[:-1]).movedim(0, -1)
         parts[part] = values.view(last - first, *source.row_shape) if not source.num_lines else values
     return parts
+
+
+def _bytes_of(rows: Tensor) -> memoryview:
+    return rows.flatten().view(torch.uint8).numpy().data
+
+
+def _sums(rows: Tensor) -> Sums:
+    square, zero_rows = content_sums(rows).tolist()
+    return square, zero_rows
 
 
 def _refs(x: Assignment, parts: list[str]) -> tuple[SourceRef, ...]:

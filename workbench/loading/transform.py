@@ -30,6 +30,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
+STORED_AS_HELD = ("", "mxfp4")  # plain tensors, and the scheme whose parts have our own names and shapes
+
 # Temporary bytes per weight, at most, while rows are expanded (codes as indices, then values before and after scaling)
 # and while they are encoded (groups, magnitudes, scaled values, 64-bit bucket numbers of MXFP4).
 EXPAND_BYTES, ENCODE_BYTES = 14, 36
@@ -66,6 +68,12 @@ class Transform:
         """Host bytes per weight beyond the staged bytes and the target."""
         zero_points = ZERO_POINT_BYTES if self.stored in WITH_ZERO_POINTS else 0
         return (EXPAND_BYTES + zero_points if self.decode else 0) + (ENCODE_BYTES if self.encode else 0)
+
+    @property
+    def direct_targets(self) -> dict[str, str]:
+        """Targets whose bytes are those of the stored part, if their dtypes agree."""
+        is_plain = self.decode is None and self.encode is None and not self.twin_targets
+        return self.targets if is_plain and self.stored in STORED_AS_HELD else {}
 
     def trimmed(self) -> Transform:
         return replace(self, name=f"{self.name}, zero padding trimmed")

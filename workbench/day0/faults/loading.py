@@ -17,9 +17,9 @@ from workbench.base import LoadError
 from workbench.deployment import worker
 from workbench.loading import load
 from workbench.loading.ledger import Ledger
-from workbench.loading.reader import ShardReader
+from workbench.loading.reader import Places, ShardReader
 from workbench.loading.schedule import Batch, Chunk
-from workbench.loading.stream import Writer
+from workbench.loading.stream import Filled, Writer
 
 __all__ = ["HoardingReader", "RereadingReader", "SkippingWriter", "UnheardLedger", "plant"]
 
@@ -29,9 +29,9 @@ BALLAST_BYTES = load.WINDOW_BYTES + (32 << 20)
 class RereadingReader(ShardReader):
     """Reads everything twice."""
 
-    def fill(self, batch: Batch, slot: memoryview) -> None:
-        super().fill(batch, slot)
-        super().fill(batch, slot)
+    def fill(self, batch: Batch, slot: memoryview, places: Places | None = None) -> None:
+        super().fill(batch, slot, places)
+        super().fill(batch, slot, places)
 
 
 class HoardingReader(RereadingReader):
@@ -39,9 +39,9 @@ class HoardingReader(RereadingReader):
 
     ballast = b""
 
-    def fill(self, batch: Batch, slot: memoryview) -> None:
+    def fill(self, batch: Batch, slot: memoryview, places: Places | None = None) -> None:
         self.ballast = self.ballast or b"\1" * BALLAST_BYTES
-        super().fill(batch, slot)
+        super().fill(batch, slot, places)
 
 
 class SkippingWriter(Writer):
@@ -49,9 +49,9 @@ class SkippingWriter(Writer):
 
     has_skipped = False
 
-    def _write_chunk(self, chunk: Chunk, staged: Tensor) -> None:
+    def _write_chunk(self, chunk: Chunk, staged: Tensor, filled: Filled) -> None:
         if self.has_skipped:
-            super()._write_chunk(chunk, staged)
+            super()._write_chunk(chunk, staged, filled)
         self.has_skipped = True
 
 

@@ -1,0 +1,218 @@
+"""How bytes are read: straight into place or staged, past the page cache or through it, by one thread or several."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from workbench.base import LoadError
+from workbench.checkpoint import Checkpoint
+from workbench.loading import Extent, ShardReader, load_in_pieces, load_rank, prepare_load, strategy
+from workbench.loading.schedule import Batch, Read, Window
+from workbench.loading.strategy import StrategyProbe, cached_share, choose_strategy, file_system_of, is_network
+from workbench.loading.stream import Writer
+from workbench.placement import Layout
+
+SCHEDULE = importlib.import_module("workbench.loading.schedule")  # the function has the name of its module
+MIB = 1 << 20
+BIG_WINDOW = 64 * MIB
+
+
+def direct() -> StrategyProbe:
+    probe = StrategyProbe(is_settled=True)
+    probe.is_direct = True
+    return probe
+
+
+@pytest.fixture(scope="module")
+def large_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """9 MiB and an odd number of bytes, on a disk."""
+    root = tmp_path_factory.mktemp("direct")
+    data = torch.randint(0, 256, (9 * MIB + 1237,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    (root / "x").write_bytes(data.numpy().tobytes())
+    return root, data.numpy().tobytes()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp4"])
+@pytest.mark.parametrize(("folder", "layout"), [("F0", Layout(tp=2, ep=2)), ("mixed", Layout()), ("F1", Layout())])
+def test_what_goes_straight_into_place_is_what_staging_brings(
+    sound: Path, monkeypatch: pytest.MonkeyPatch, folder: str, layout: Layout, precision: str
+) -> None:
+    checkpoint, rank = Checkpoint.open(sound / folder), layout.world_size - 1
+    placed = []
+    places = Writer.places
+    monkeypatch.setattr(Writer, "places", lambda self, chunk: placed.append(places(self, chunk)) or placed[-1])
+    straight, own, stats = load_rank(checkpoint, layout, rank, precision=precision, window_bytes=BIG_WINDOW)
+    num_placed = sum(rows.nbytes for each in placed for rows in each.values())
+    assert num_placed > 0.2 * stats.resident_bytes, "the way that is tested is taken"
+    monkeypatch.setattr(Writer, "places", lambda self, chunk: {})
+    staged, other, _ = load_rank(checkpoint, layout, rank, precision=precision, window_bytes=1 << 20)
+    for (name, a), b in zip(straight.named_parameters(), staged.parameters(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+    for x, y in zip(own.entries, other.entries, strict=True):
+        assert (x.label, x.zero_rows, x.written) == (y.label, y.zero_rows, y.written)
+        assert x.norm == pytest.approx(y.norm, rel=1e-5), x.label
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4096, 5000])
+@pytest.mark.parametrize("scratch_bytes", [1 << 16, 1 << 20])
+def test_bytes_past_the_page_cache_are_the_same_at_any_offset(
+    large_file: tuple[Path, bytes], offset: int, scratch_bytes: int
+) -> None:
+    """Over several buffers of odd sizes and up to the last byte of the file."""
+    root, data = large_file
+    length = len(data) - offset
+    reader = ShardReader(root, scratch_bytes=scratch_bytes, strategy=direct())
+    slot, place = bytearray(length), bytearray(3 * MIB + 77)
+    pieces = (MIB + 5, len(place), length - MIB - 5 - len(place))
+    read = Read(Extent("x", offset, length, length, 1), 0, pieces)
+    reader.fill(Batch((read,), (), length), memoryview(slot), {MIB + 5: memoryview(place)})
+    reader.close()
+    begin, end = MIB + 5, MIB + 5 + len(place)
+    assert slot[:begin] == data[offset : offset + begin]
+    assert place == data[offset + begin : offset + end]
+    assert slot[end:] == data[offset + end :]
+    assert slot[begin:end] == bytes(len(place)), "what has a place of its own is not staged"
+    assert reader.bytes_read == length
+    if reader.strategy.is_direct:  # else this file system has no such way, and the reads above were buffered
+        assert reader.bytes_direct == length
+
+
+def test_a_file_system_that_refuses_reads_past_the_cache_is_read_through_it(large_file: tuple[Path, bytes]) -> None:
+    root, data = large_file
+    calls = []
+
+    def refusing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(len(buffers[0]))
+        if len(calls) == 1:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.preadv(fd, buffers, offset)
+
+    reader = ShardReader(root, preadv=refusing, strategy=direct())
+    slot = bytearray(len(data))
+    reader.fill(Batch((Read(Extent("x", 0, len(data), len(data), 1), 0),), (), len(data)), memoryview(slot))
+    assert slot == data
+    assert (reader.bytes_read, reader.bytes_direct) == (len(data), 0)
+    assert not reader.strategy.wants_direct(8 * MIB)
+    reader.close()
+
+
+def test_a_file_that_ends_early_is_an_error_past_the_cache_too(large_file: tuple[Path, bytes]) -> None:
+    root, data = large_file
+    reader = ShardReader(root, rank=3, strategy=direct())
+    length = len(data) + 100
+    with pytest.raises(LoadError, match=rf"x: file ends at byte {len(data)}, 100 bytes short.*rank 3"):
+        reader.fill(Batch((Read(Extent("x", 0, length, length, 1), 0),), (), length), memoryview(bytearray(length)))
+    reader.close()
+
+
+def test_the_probe_keeps_the_faster_way_and_asks_both_first() -> None:
+    for seconds, expected in (({False: 2.0, True: 1.0}, True), ({False: 1.0, True: 0.9}, False)):
+        probe = StrategyProbe(probe_bytes=8 * MIB)
+        asked = []
+        while not probe.is_settled:
+            asked.append(probe.wants_direct(2 * MIB))
+            probe.saw(asked[-1], 2 * MIB, seconds[asked[-1]])
+        assert (asked.count(False), asked.count(True)) == (4, 4)
+        assert probe.wants_direct(2 * MIB) is expected
+        assert not probe.wants_direct(MIB - 1), "short reads stay in the page cache"
+
+
+def test_what_is_cached_or_small_or_on_a_share_is_not_probed(
+    large_file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, data = large_file
+    extents = [Extent("x", 0, len(data), len(data), 1)]
+    assert choose_strategy(root, extents).is_settled, "small"
+    monkeypatch.setattr(strategy, "WORTH_A_PROBE", 1)
+    monkeypatch.setattr(strategy, "cached_share", lambda root, extents: 0.0)
+    assert not choose_strategy(root, extents).is_settled
+    monkeypatch.setattr(strategy, "file_system_of", lambda root: "nfs4")
+    assert choose_strategy(root, extents).is_settled
+    monkeypatch.setattr(strategy, "file_system_of", lambda root: "ext4")
+    monkeypatch.setattr(strategy, "cached_share", lambda root, extents: 1.0)
+    assert choose_strategy(root, extents).is_settled
+
+
+def test_pages_that_were_just_read_are_seen_as_cached(large_file: tuple[Path, bytes]) -> None:
+    root, data = large_file
+    assert (root / "x").read_bytes() == data
+    assert cached_share(root, [Extent("x", 0, len(data), len(data), 1)]) in (0.0, 1.0)  # 0 where nobody can say
+    assert cached_share(root, []) == 0.0
+
+
+def test_the_file_system_of_a_folder_is_named_and_a_share_is_told(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert file_system_of(Path("/proc")) in ("proc", "")  # "" where the kernel keeps no list
+    assert file_system_of(tmp_path / "nothing") == ""
+    for name, expected in (("nfs4", True), ("fuse.s3fs", True), ("lustre", True), ("ext4", False), ("xfs", False)):
+        assert is_network(name) is expected
+    checkpoint = Checkpoint.open(sound / "F1")
+    assert not any("another machine" in text for text in load_rank(checkpoint, Layout(), 0)[1].warnings)
+    monkeypatch.setattr("workbench.loading.load.file_system_of", lambda root: "nfs4")
+    text = f"{checkpoint.root} lies on nfs4"
+    assert any(text in each for each in load_rank(checkpoint, Layout(), 0)[1].warnings)
+    assert any(text in each for each in load_in_pieces(prepare_load(checkpoint, Layout(), 0)).ledger.warnings)
+
+
+def test_a_large_window_reads_with_several_threads_each_byte_once(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SCHEDULE, "BATCH_BYTES", 1 << 16)
+    checkpoint = Checkpoint.open(sound / "mixed")
+    window = Window.of(BIG_WINDOW)
+    assert window.num_slots * window.slot + window.scratch + window.temporary <= BIG_WINDOW
+    assert (window.num_readers, Window.of(16 * MIB).num_readers) == (4, 1)
+    one, _, _ = load_rank(checkpoint, Layout(), 0, precision="mxfp4", window_bytes=16 * MIB)
+    several, ledger, stats = load_rank(checkpoint, Layout(), 0, precision="mxfp4", window_bytes=BIG_WINDOW)
+    assert stats.bytes_read == sum(entry.num_bytes for entry in ledger.entries) == stats.bytes_assigned
+    for (name, a), b in zip(one.named_parameters(), several.parameters(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+
+
+def test_the_first_trouble_in_file_order_is_what_a_parallel_load_tells(
+    copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SCHEDULE, "BATCH_BYTES", 1 << 16)
+    root = copy_of("F0")
+    checkpoint = Checkpoint.open(root)
+    files = sorted(root.glob("*.safetensors"))
+    for path in files:
+        os.truncate(path, path.stat().st_size - 64)
+    with pytest.raises(LoadError, match=rf"{files[0].name}: file ends at byte \d+, 64 bytes short"):
+        load_rank(checkpoint, Layout(), 0, window_bytes=BIG_WINDOW)
+
+
+def test_a_file_that_is_written_or_replaced_while_it_is_read_fails_the_load(copy_of: Callable[[str], Path]) -> None:
+    def load(root: Path, tamper: Callable[[Path], object]) -> None:
+        path, calls = sorted(root.glob("*.safetensors"))[0], []
+
+        def reading(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            calls.append(offset)
+            if len(calls) == 3:
+                tamper(path)
+            return os.preadv(fd, buffers, offset)
+
+        load_rank(Checkpoint.open(root), Layout(), 0, reader=ShardReader(root, preadv=reading))
+
+    def rewrite(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\0")
+        os.utime(path, ns=(1, 1))  # whatever the clock of the file system resolves
+
+    def replace(path: Path) -> None:
+        save_file({"x": torch.zeros(3)}, path.with_name("y"))
+        os.replace(path.with_name("y"), path)
+
+    load(copy_of("F1"), lambda path: None)
+    with pytest.raises(LoadError, match=r"model-00001.*changed while it was read.*Load again"):
+        load(copy_of("F0"), rewrite)
+    with pytest.raises(LoadError, match=r"model-00001.*changed while it was read"):
+        load(copy_of("F2"), replace)

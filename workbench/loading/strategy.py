@@ -1,0 +1,120 @@
+"""Through the page cache or past it: found out on the reads that a load makes anyway, and what the folder lies on.
+
+    few bytes, a network share, most pages cached  ──▶ buffered, nothing is tried
+    else: long reads take turns until each way has moved `probe_bytes` ──▶ the faster one reads the rest
+
+Nothing is read for the sake of the probe. A third way, a mapping, is not offered: see `loading.reader`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from workbench.base import CheckpointError
+from workbench.checkpoint.header import open_regular
+from workbench.loading.plan import Extent
+
+__all__ = ["DIRECT_FROM", "StrategyProbe", "cached_share", "choose_strategy", "file_system_of", "is_network"]
+
+DIRECT_FROM = 1 << 20  # bytes of a read from which going past the page cache is considered
+WORTH_A_PROBE = 512 << 20  # bytes of a load
+PROBE_BYTES = 48 << 20
+FASTER = 1.2  # how much faster reading past the cache must be: the next rank, or the next load, finds nothing cached
+PLACES = 64  # pages looked at for whether the files are cached
+MOSTLY = 0.5
+NETWORK = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "panfs", "smb3", "smbfs",
+    "virtiofs", "weka", "wekafs",
+}  # fmt: skip
+
+
+class StrategyProbe:
+    """Says of each long read whether to go past the page cache; safe to use from several threads."""
+
+    def __init__(self, *, is_settled: bool = False, probe_bytes: int = PROBE_BYTES) -> None:
+        self.is_settled, self.is_direct = is_settled, False
+        self._probe_bytes = probe_bytes
+        self._lock = threading.Lock()
+        self._asked = {False: 0, True: 0}  # bytes, by is_direct
+        self._moved = {False: 0, True: 0}
+        self._seconds = {False: 0.0, True: 0.0}
+
+    def wants_direct(self, num_bytes: int) -> bool:
+        if num_bytes < DIRECT_FROM:
+            return False
+        if self.is_settled:
+            return self.is_direct
+        with self._lock:
+            choice = self._asked[True] < self._asked[False]
+            self._asked[choice] += num_bytes
+            return choice
+
+    def saw(self, is_direct: bool, num_bytes: int, seconds: float) -> None:
+        """A read took so long; once both ways have moved enough the faster one is kept."""
+        if self.is_settled or num_bytes < DIRECT_FROM:
+            return
+        with self._lock:
+            self._moved[is_direct] += num_bytes
+            self._seconds[is_direct] += seconds
+            if min(self._moved.values()) >= self._probe_bytes:
+                buffered, direct = (self._moved[way] / max(self._seconds[way], 1e-9) for way in (False, True))
+                self.is_direct = direct > FASTER * buffered
+                self.is_settled = True
+
+    def refuse(self) -> None:
+        """The file system has no such way."""
+        with self._lock:
+            self.is_settled, self.is_direct = True, False
+
+
+def choose_strategy(root: Path, extents: Iterable[Extent]) -> StrategyProbe:
+    """How to read these bytes of the files in `root`. Looks at a few pages, without waiting for any."""
+    long = [extent for extent in extents if extent.count == 1 and extent.length >= DIRECT_FROM]
+    is_small = sum(extent.length for extent in long) < WORTH_A_PROBE
+    is_settled = is_small or is_network(file_system_of(root)) or cached_share(root, long) > MOSTLY
+    return StrategyProbe(is_settled=is_settled)
+
+
+def cached_share(root: Path, extents: list[Extent]) -> float:
+    """Share of some pages, spread evenly over the extents, that are in the page cache; 0 where nobody can say."""
+    if not hasattr(os, "RWF_NOWAIT") or not extents:
+        return 0.0
+    page, found, looked = bytearray(4096), 0, 0
+    for extent in extents[:: max(1, len(extents) // PLACES)]:
+        try:
+            fd = open_regular(root / extent.file)
+        except CheckpointError:  # the load will say so, with its rank
+            return 0.0
+        try:
+            looked += 1
+            found += os.preadv(fd, [page], extent.offset + extent.length // 2, os.RWF_NOWAIT) > 0
+        except BlockingIOError:
+            pass
+        except OSError:
+            return 0.0
+        finally:
+            os.close(fd)
+    return found / looked
+
+
+def file_system_of(path: Path) -> str:
+    """Type of the file system as the kernel names it ("ext4", "nfs4", "fuse.s3fs"); "" where it does not say."""
+    try:
+        device = os.stat(path).st_dev
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            return rest.split()[0]
+    return ""
+
+
+def is_network(file_system: str) -> bool:
+    """Whether reads go to another machine, as far as the type tells; FUSE may be anything and is taken for one."""
+    return file_system in NETWORK or file_system.startswith("fuse")
