@@ -17,3 +17,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="folder with a tiny checkpoint and its expected outputs (default: tests/golden/k3-tiny-a)",
     )
+    parser.addoption(
+        "--screenshots", type=Path, default=None, metavar="DIR", help="keep pictures of pages here (default: nowhere)"
+    )

@@ -19,9 +19,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are made during the test."""
+    """Where temporary folders are made during the test; what torch's compiler keeps for all its runs lies elsewhere."""
     folder = tmp_path / "scratch"
     folder.mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from workbench.base import Quantity, RequestError
 from workbench.operators import Roofline
-from workbench.profiling.events import AREA, COLLECTIVE, STEP, read_step
-from workbench.profiling.operators import profile_steps, record_work
+from workbench.profiling.events import AREA, COLLECTIVE, STEP, host_spans, read_step, spans_of
+from workbench.profiling.operators import mark_areas, profile_steps, record_step, record_work
 from workbench.profiling.steps import Span, StepLedger, merge_ledgers
 
 
@@ -185,3 +185,19 @@ def test_a_step_that_fails_leaves_no_mark_open_and_no_hook_behind() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     model.is_broken = False
     assert profile_steps(model, lambda: model(x)).num_steps == 3
+
+
+def test_raw_results_of_the_profiler_say_what_its_own_list_says() -> None:
+    """The list that torch makes of the same recording is the independent reading."""
+    model = nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.SiLU(), nn.Linear(10, 3))
+    with mark_areas(model):
+        recording, _ = record_step(lambda: model(torch.randn(5, 6)).softmax(-1).clone(), torch.device("cpu"))
+    profiler = recording._profiler
+    raw = host_spans(profiler.profiler.kineto_results)
+    listed = spans_of(profiler.events())
+    assert len(raw) > 10
+    assert sorted((x.name, x.shapes) for x in raw) == sorted((x.name, x.shapes) for x in listed)
+    ours, theirs = read_step(raw), read_step(listed)
+    assert ours.num_steps == theirs.num_steps == 1
+    assert {x.name: x.count for x in ours.operators} == {x.name: x.count for x in theirs.operators}
+    assert ours.by_category() == pytest.approx(theirs.by_category(), rel=1e-6, abs=1e-8)

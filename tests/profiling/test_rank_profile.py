@@ -86,6 +86,20 @@ def test_a_rank_is_profiled_while_it_steps_and_is_as_before_afterwards(commands:
     assert products
 
 
+@pytest.mark.parametrize("budget", [1e-9, None])
+def test_a_budget_that_is_spent_passes_steps_over(commands: Any, budget: float | None) -> None:
+    rank.start(commands, with_work=False, budget=budget)
+    tokens(commands, 3)
+    commands.extensions[rank.KEY]._reader.join()  # while a step is read none is recorded anyway
+    tokens(commands, 3)
+    found = rank.stop(commands)
+    assert found.read_s > 0
+    assert (found.num_recorded == 1) == (budget is not None)
+    assert found.num_recorded + found.num_plain == 6
+    with pytest.raises(DeploymentError, match="not a share of step time"):
+        rank.start(commands, budget=0.0)
+
+
 def test_a_recording_that_cannot_be_read_is_said_and_ends_nothing(
     commands: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

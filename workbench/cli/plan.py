@@ -76,13 +76,16 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _machines(args: argparse.Namespace) -> Topology:
-    from workbench.cluster import Topology, read_hardware, read_topology
+    from workbench.cluster import Topology, hardware_names, read_hardware, read_topology
 
     if args.topology is not None:
         if args.hardware is not None or args.devices is not None:
             raise UsageError("--topology already says which devices; leave out --hardware and --devices")
         return read_topology(args.topology)
     if args.hardware is None:
-        raise UsageError("name the machines: --hardware NAME --devices N, or --topology FILE")
+        raise UsageError(
+            f"name the machines: --hardware NAME --devices N with one of {', '.join(hardware_names())}; or --topology "
+            "FILE, which `workbench topology --ranks N --out FILE` measures on this one"
+        )
     hardware = read_hardware(args.hardware)
     return Topology.of_hardware(hardware, args.devices or hardware.devices_per_node)

@@ -62,6 +62,9 @@ def add(commands: Commands) -> None:
     inside = profile.add_argument_group("inside the ranks (with a checkpoint folder)")
     inside.add_argument("--operators", action="store_true", help="time operators, collectives and experts as well")
     inside.add_argument("--every", type=count, default=10, help="record one step of so many (default 10)")
+    inside.add_argument(
+        "--budget", type=_share, metavar="SHARE", help="of step time that recording may take, such as 0.03 (no limit)"
+    )
     inside.add_argument("--barriers", action="store_true", help="time waiting by barriers, for devices that queue work")
     inside.add_argument("--roofline", action="store_true", help="measure the device's limits first, for comparison")
     profile.add_argument("--record", type=Path, default=DEFAULT_RECORD, help=f"append to (default {DEFAULT_RECORD})")
@@ -190,7 +193,9 @@ def _inside(args: argparse.Namespace, deployment: Deployment | None) -> contextl
 
     if deployment is None or not args.operators:
         return contextlib.nullcontext()
-    return DeploymentProfiler(deployment, every=args.every, barriers=args.barriers, conditions=str(args.path))
+    return DeploymentProfiler(
+        deployment, every=args.every, barriers=args.barriers, budget=args.budget or None, conditions=str(args.path)
+    )
 
 
 def _limits(deployment: Deployment) -> Any:

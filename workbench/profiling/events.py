@@ -11,7 +11,7 @@ import torch
 from workbench.operators.work import categorise
 from workbench.profiling.steps import OperatorTime, Span, StepLedger
 
-__all__ = ["AREA", "COLLECTIVE", "STEP", "read_step", "spans_of"]
+__all__ = ["AREA", "COLLECTIVE", "STEP", "host_spans", "read_step", "spans_of"]
 
 STEP, AREA, COLLECTIVE = "workbench::step", "workbench::area ", "workbench::collective "
 MAX_KINDS = 4000  # operators by name, part and shapes that a ledger holds; the rest is added up by category
@@ -29,7 +29,29 @@ COLLECTIVE_HOST = (
     "record_param_comms",
 )
 COLLECTIVE_KERNEL = ("nccl", "mccl", "hccl", "xccl", "hcom", "alltoall", "allreduce", "allgather")
+# What the profiler notes of itself and of autograd's bookkeeping; its own list of events leaves it out as well.
+NOT_OPERATORS = ("profiler::_record_function", "[memory]", "[OutOfMemory]")
+BOOKKEEPING = ("aten::is_leaf", "aten::output_nr", "aten::_version")
 Interval = tuple[float, float]
+
+
+def host_spans(results: Any) -> list[Span]:
+    """As `spans_of`, for a step without a device, from the profiler's raw results.
+
+    The profiler's own list costs seconds for a step of some thousand operators, most of it for what no ledger reads.
+    """
+    begin_ns, events = results.trace_start_ns(), results.events()
+    threads = {event.start_thread_id() for event in events if event.name() == STEP}
+    spans = []
+    for event in events:
+        name = event.name()
+        if event.start_thread_id() not in threads or name in BOOKKEEPING or name.startswith(NOT_OPERATORS):
+            continue
+        shapes = tuple(tuple(shape) for shape in event.shapes() if shape and _is_shape(shape))
+        start_ns = event.start_ns()
+        start_s = (start_ns - begin_ns) / 1e9
+        spans.append(Span(name, start_s, start_s + event.duration_ns() / 1e9, shapes))
+    return spans
 
 
 def spans_of(events: Iterable[Any]) -> list[Span]:

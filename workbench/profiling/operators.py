@@ -22,7 +22,7 @@ from workbench.nn.model import Model
 from workbench.operators.instrument import instrument
 from workbench.operators.inventory import OperatorUse
 from workbench.operators.recorder import Recorder
-from workbench.profiling.events import AREA, STEP, read_step, spans_of
+from workbench.profiling.events import AREA, STEP, host_spans, read_step, spans_of
 from workbench.profiling.steps import Span, StepLedger, merge_ledgers
 
 __all__ = ["MAX_EVENTS", "Recording", "mark_areas", "profile_steps", "record_step", "record_work"]
@@ -47,7 +47,11 @@ class Recording:
         self._profiler, self.clock = profiler, clock
 
     def read(self) -> tuple[StepLedger, list[Span]]:
-        spans = spans_of(self._profiler.events() or ())
+        results = self._profiler.profiler.kineto_results if self._profiler.profiler is not None else None
+        if self.clock == "host" and results is not None:
+            spans = host_spans(results)
+        else:
+            spans = spans_of(self._profiler.events() or ())
         return read_step(spans, clock=self.clock), spans
 
 
@@ -111,7 +115,8 @@ def record_step(step: Callable[[], Any], device: torch.device) -> tuple[Recordin
     """Run `step` once under the profiler; what it returned comes second."""
     is_host = device.type == "cpu"
     activities = [ProfilerActivity.CPU, *([] if is_host else _device_activities(device))]
-    with profile(activities=activities, record_shapes=True, acc_events=True) as profiler, record_function(STEP):
+    # With `acc_events` the profiler would read its events when it ends, while the caller waits: seconds a step.
+    with profile(activities=activities, record_shapes=True) as profiler, record_function(STEP):
         value = step()
         if not is_host:
             torch.accelerator.synchronize(device)  # the step ends when its last kernel has

@@ -92,6 +92,7 @@ class _RankProfiler:
         self.problem = ""
         self.num_steps = 0
         self.plain, self.recorded = _Times(), _Times()
+        self.read_s = 0.0  # of the processor, in the thread that reads
         self.experts: dict[int, torch.Tensor] = {}
         self._entered, self._is_timed, self._is_recording = 0.0, True, False
         self._barrier: float | None = None
@@ -139,6 +140,7 @@ class _RankProfiler:
             plain_step_s=self.plain.mean,
             num_recorded=self.recorded.count,
             recorded_step_s=self.recorded.mean,
+            read_s=self.read_s,
             problem=self.problem,
         )
 
@@ -175,14 +177,21 @@ class _RankProfiler:
         if self._reader is not None and self._reader.is_alive():
             return False
         num_events = sum(ledger.num_events for ledger in self.ledgers)
+        if self.options.budget is not None and self.recorded.count:
+            added = self.recorded.seconds - self.recorded.count * self.plain.mean + self.read_s
+            if added > self.options.budget * (self.plain.seconds + self.recorded.count * self.plain.mean):
+                return False
         return self.recorded.count < self.options.max_steps and num_events < self.options.max_events
 
     def _read(self, recording: Recording, began_s: float) -> None:
+        began_cpu_s = time.thread_time()
         try:
             ledger, spans = recording.read()
         except Exception as error:  # the rank goes on; the profile says what it lacks
             self.problem = f"a step could not be read: {type(error).__name__}: {error}"
             return
+        finally:
+            self.read_s += time.thread_time() - began_cpu_s
         self.ledgers.append(ledger)
         first = min((span.start_s for span in spans), default=0.0)
         self.spans += [(began_s - first, span) for span in spans]

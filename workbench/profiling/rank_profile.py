@@ -16,7 +16,11 @@ __all__ = ["ProfileOptions", "RankProfile"]
 class ProfileOptions:
     """`every`-th step is recorded, up to `max_steps` of them or `max_events` events; of those the longest `max_spans`
     are kept for a trace. Up to `max_collectives` are timed. With `with_work` the first step is also run through the
-    recorder of operators, which makes that one step slow. `barriers`: see `communication`."""
+    recorder of operators, which makes that one step slow. `barriers`: see `communication`.
+
+    `budget` is the largest share of step time that recording may take: steps that are due are passed over until what
+    the recorded ones cost is no more than that. The first one is recorded at once, so the budget holds over a run that
+    is long enough to pay for it; None for no limit."""
 
     every: int = 1
     max_steps: int = 8
@@ -25,8 +29,13 @@ class ProfileOptions:
     max_collectives: int = 100_000
     with_work: bool = True
     barriers: bool = False
+    budget: float | None = None
 
     def __post_init__(self) -> None:
+        if self.budget is not None and not 0 < self.budget <= 1:
+            raise DeploymentError(
+                "not a share of step time", found=f"budget {self.budget}", expected="above 0, up to 1"
+            )
         if min(self.every, self.max_steps, self.max_events) < 1 or min(self.max_spans, self.max_collectives) < 0:
             raise DeploymentError("not a way to profile", found=self, expected="counts from 1")
 
@@ -37,7 +46,8 @@ class RankProfile:
 
     `plain_step_s` and `recorded_step_s` are the mean times of steps without and with the profiler, `num_plain` and
     `num_recorded` how many there were. `spans` count from the start of their own step, of which `span_steps` tells the
-    start on the rank's clock. `expert_counts` is by layer, on ranks whose tokens no other rank reports.
+    start on the rank's clock. `read_s` is the processor time that reading the events took beside the steps.
+    `expert_counts` is by layer, on ranks whose tokens no other rank reports.
     """
 
     rank: int
@@ -52,12 +62,14 @@ class RankProfile:
     plain_step_s: float
     num_recorded: int
     recorded_step_s: float
+    read_s: float = 0.0
     problem: str = ""
 
     @property
     def overhead(self) -> float | None:
-        """Time that recording added over the time of all steps as they would have been; None without a comparison."""
+        """Time that recording and reading added over the time of all steps as they would have been; None without a
+        comparison. Reading counts in full, although it runs beside the steps."""
         if not self.num_plain or not self.num_recorded or not self.plain_step_s:
             return None
-        added = max(0.0, self.recorded_step_s - self.plain_step_s) * self.num_recorded
+        added = max(0.0, self.recorded_step_s - self.plain_step_s) * self.num_recorded + self.read_s
         return added / (self.plain_step_s * (self.num_plain + self.num_recorded))
