@@ -9,6 +9,7 @@ import pytest
 from workbench.base import ConfigError
 from workbench.checkpoint import F1, k3_config
 from workbench.spec import ModelSpec, module_kind, parse_config, published_tensors, resolve_quant_rules
+from workbench.spec.quant import RuleBook
 
 LAYER = "language_model.model.layers.*."
 
@@ -52,6 +53,29 @@ def test_k09_every_matrix_stands_in_the_table_once(spec: ModelSpec) -> None:
         (f"{LAYER}block_sparse_moe.experts.*.{x}", 70) for x in ("w1", "w2", "w3")
     }
     assert all(row.agrees for row in packed)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shared", "num_plain"),
+    [
+        (r"re:.*\.experts\..*", True, 210),
+        (r"re:.*\.experts\.3\..*", False, 21),  # one expert of seven layers
+        (r"re:.*layers\.[+-Z]\.block_sparse_moe\.experts", True, 210),  # a range that holds every digit
+        (r"re:.*\.w1$", False, 70),
+        ("Linear", True, 210),
+    ],
+)
+def test_names_that_differ_in_digits_are_judged_once_where_no_rule_reads_them(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, rule: str, shared: bool, num_plain: int
+) -> None:
+    ruled = with_rules(spec, rule)
+    assert RuleBook(ruled.quant).reads_no_numbers is shared
+    table = resolve_quant_rules(ruled)
+    experts = [row for row in table.rows if ".experts." in row.module]
+    assert sum(row.count for row in experts if row.rule == rule) == num_plain
+    assert {row.module.rpartition(".")[2] for row in experts} == {"w1", "w2", "w3"}
+    monkeypatch.setattr(RuleBook, "reads_no_numbers", False)
+    assert resolve_quant_rules(ruled) == table, "each name by itself comes to the same"
 
 
 def test_k09_a_rule_meant_for_a_router_that_also_takes_a_projection_is_flagged(spec: ModelSpec) -> None:

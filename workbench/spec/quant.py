@@ -140,6 +140,17 @@ class RuleBook:
         # Targets are always read as compressed-tensors does: only that method, and families themselves, write any.
         return [(_Matcher(group.targets, "compressed-tensors"), group) for group in groups]
 
+    @cached_property
+    def reads_no_numbers(self) -> bool:
+        """Whether names that differ in their digits alone are always decided alike.
+
+        A rule without a digit in its text, be it a name or a pattern, cannot tell one digit from another: the ends of
+        a range of characters are no digits then, so that it holds all ten or none.
+        """
+        quant = self.quant
+        rules = () if quant is None else (quant.prefix, *quant.ignore, *(x for g in quant.groups for x in g.targets))
+        return not any(char.isdigit() for rule in rules for char in rule)
+
     def matches(self, module: str) -> list[tuple[int, int]]:
         """(rule index, where the match stops) of every ignore rule that matches a full module name."""
         return [

@@ -28,6 +28,8 @@ _PIECES = [piece for scheme in SCHEMES.values() for piece in scheme.pieces(256, 
 _VALUES = tuple(dict.fromkeys(piece.suffix for piece in _PIECES if piece.holds_weights))
 _SCALES = tuple(dict.fromkeys(piece.suffix for piece in _PIECES if not piece.holds_weights))
 _CODES = tuple(suffix for suffix in _VALUES if suffix != ".weight")
+# Names that differ in their digits alone have one form: a quarter of a million experts have a few hundred of them.
+_SAME_DIGIT = str.maketrans("123456789", "000000000")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # Roles whose 2-d weights are not Linear modules: lookups and the learned position grid are tables.
 _TABLES = ("embedding",)
@@ -95,19 +97,25 @@ def resolve_quant_rules(
     held = names if names is None or isinstance(names, (Mapping, Set)) else frozenset(names)
     counts: dict[tuple[str, int | None, bool, bool, SchemeName | None], int] = {}
     used: set[int] = set()
+    known: dict[tuple[str, str], tuple[str, int | None, bool, SchemeName | None]] = {}
     for tensor in published_tensors(spec) if tensors is None else tensors:
         if not _stands_for_a_matrix(tensor):
             continue
         module = _module_of(tensor)
         if held is not None and not _is_held(module, held):
             continue  # not in the files at all: another check names it as missing
-        matches = book.matches(module)
-        decision = book.decide(module, matches)
         packed = tensor.is_quantised if held is None else _is_packed(module, held)
-        used.update(idx for idx, _ in matches)
-        cuts = decision.stop < len(module) and module[decision.stop] != "."
-        scheme = None if decision.group is None else decision.group.scheme
-        key = (module_kind(module), decision.rule_idx, packed, cuts, scheme)
+        # The parameter tells apart what differs in a digit of a word, "w1" and "w2".
+        alike = (module.translate(_SAME_DIGIT) if book.reads_no_numbers else module), tensor.param
+        if alike not in known:
+            matches = book.matches(module)
+            decision = book.decide(module, matches)
+            used.update(idx for idx, _ in matches)
+            cuts = decision.stop < len(module) and module[decision.stop] != "."
+            scheme = None if decision.group is None else decision.group.scheme
+            known[alike] = module_kind(module), decision.rule_idx, cuts, scheme
+        kind, rule_idx, cuts, scheme = known[alike]
+        key = (kind, rule_idx, packed, cuts, scheme)
         counts[key] = counts.get(key, 0) + 1
     rows = tuple(
         QuantRow(
