@@ -36,7 +36,7 @@ OPEN_FILES = 16  # of each thread
 MANY_BUFFERS = 512  # in one call; the kernel takes 1024
 PAGE = 4096
 SAMPLES = 32  # short reads that are looked at together
-CONTROL_EVERY = 4  # of them one is accompanied by a call that reads nothing
+CONTROL_EVERY = 4  # of them one is accompanied by a read of as many bytes that are in memory
 SLOWER_THAN_CONTROL = 5.0
 
 
@@ -86,6 +86,7 @@ class ShardReader:
         self._seen: dict[str, tuple[int, int, int]] = {}  # what a file was when it was first opened
         self._all_files: list[OrderedDict[tuple[str, bool], int]] = []
         self._lock = threading.Lock()
+        self._memory_fd, self._memory_bytes = -1, 0
         self._durations: deque[float] = deque(maxlen=SAMPLES)
         self._controls: deque[float] = deque(maxlen=SAMPLES // CONTROL_EVERY)
 
@@ -140,6 +141,9 @@ class ShardReader:
         while self._all_files:
             for fd in self._all_files.pop().values():
                 os.close(fd)
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
+        self._memory_fd, self._memory_bytes = -1, 0
         self._own = threading.local()
 
     def _read_segments(self, extent: Extent, target: memoryview) -> None:
@@ -160,11 +164,22 @@ class ShardReader:
                 self._count(count)
                 self._fill_from(fd, extent.file, offset + count, [place[count:]])
             self._durations.append(time.perf_counter() - started)
-            if i % CONTROL_EVERY == 0:
+            if i % CONTROL_EVERY == 0 and may_read_through:
                 started = time.perf_counter()
-                os.fstat(fd)
+                self._read_memory(length)
                 self._controls.append(time.perf_counter() - started)
         self._count(num_whole * length, num_whole)
+
+    def _read_memory(self, num_bytes: int) -> None:
+        """A read of so many bytes that no storage is asked for. It lets go of the interpreter as a read of a file does
+        and waits as long to get it back, which a call that returns at once does not."""
+        with self._lock:
+            if self._memory_fd < 0:
+                self._memory_fd = os.memfd_create("control") if hasattr(os, "memfd_create") else os.open(os.devnull, 0)
+            if self._memory_bytes < num_bytes and hasattr(os, "memfd_create"):
+                os.ftruncate(self._memory_fd, num_bytes)
+                self._memory_bytes = num_bytes
+        os.preadv(self._memory_fd, [self._scratch()[:num_bytes]], 0)
 
     def _read_through(self, extent: Extent, first: int, target: memoryview) -> None:
         """Segments from `first` on, by reading whole runs of rows and keeping the columns."""
