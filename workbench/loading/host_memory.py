@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
-
-from torch import Tensor
 
 from workbench.base import peak_resident_bytes, private_resident_bytes
 
-__all__ = ["HostMemory", "return_freed_memory", "use_huge_pages"]
-
-HUGE_PAGE = 2 << 20
-MADV_HUGEPAGE = 14
+__all__ = ["HostMemory", "return_freed_memory"]
 
 
 class HostMemory:
@@ -49,21 +43,3 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform != "win32" else None
     if trim is not None:
         trim(0)
-
-
-def use_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Ask for huge pages under tensors in host memory that were not written yet; does nothing where there are none.
-
-    The first touch of memory is most of what a load from the page cache costs: 512 faults become one. Only pages that
-    lie inside one tensor are asked for, so that nothing more is resident than the tensors.
-    """
-    advise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None) if sys.platform == "linux" else None
-    if advise is None:
-        return
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.nbytes < HUGE_PAGE:
-            continue
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        first, last = -(-begin // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
-        if first < last:
-            advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(MADV_HUGEPAGE))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.checkpoint.checkpoint import Checkpoint
 from workbench.loading.expert_source import ExpertMemory, page_experts
-from workbench.loading.host_memory import HostMemory, use_huge_pages
+from workbench.loading.host_memory import HostMemory
 from workbench.loading.ledger import Ledger
 from workbench.loading.plan import LoadPlan, plan_load
 from workbench.loading.reader import ReadPolicy, ShardReader
@@ -178,7 +178,6 @@ def load_rank(
     stages.start()
     memory = HostMemory()
     allocate(model, device)
-    use_huge_pages(tensors_of(model).values())
     ledger = Ledger(model, rank=rank, check=check, device=device, is_ghost=checkpoint.ghost is not None)
     ledger.warnings.extend([*plan.notes, *place_notes(checkpoint.root)])
     writer = Writer(tensors_of(model), ledger, torch.device(device), stages)

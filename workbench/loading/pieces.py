@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workbench.base import LoadError, human
 from workbench.checkpoint.checkpoint import Checkpoint
-from workbench.loading.host_memory import HostMemory, return_freed_memory, use_huge_pages
+from workbench.loading.host_memory import HostMemory, return_freed_memory
 from workbench.loading.ledger import Ledger
 from workbench.loading.load import WINDOW_BYTES, LoadStats, place_notes, reader_of, tensors_of
 from workbench.loading.plan import Assignment, LoadPlan, piece_of, plan_load
@@ -140,7 +140,6 @@ def load_in_pieces(
     empty = tensors_of(model)
     if keep:
         allocate(model, device)
-        use_huge_pages(tensors_of(model).values())
     filled = tensors_of(model) if keep else {}
     pieces: list[Piece] = []
     slots = staging_slots(prepared.window)
@@ -148,7 +147,6 @@ def load_in_pieces(
         for name, part in prepared.pieces().items():
             wanted = list(dict.fromkeys(target for x in part.assignments for target in x.transform.all_targets))
             targets = {target: _tensor_for(target, filled, empty, device) for target in wanted}
-            use_huge_pages(targets.values())
             started, before = time.perf_counter(), reader.bytes_read
             stream(part, prepared.window, slots, reader, Writer(targets, ledger, device, stages), memory, report)
             pieces.append(
