@@ -9,12 +9,13 @@ starts. The ways take turns in every round, so that a slow minute of the machine
 of one invocation. Cold: the pages of the files are dropped (posix_fadvise) and how many are left is printed; a host may
 still cache below the guest. Warm: the files are read once before.
 
-All ways end with every byte in memory of the process's own. safetensors.torch.load_file alone does not, on a CPU: its
-tensors are a mapping that is read when it is touched. It is therefore followed by a copy of every tensor; the line
-"mapped" has the lazy call alone, which moved nothing. `raw` reads with as many threads and as large calls as ours: into
-memory that is then owned, as all loaders need it; into huge pages of it, whose first touch is cheap where the host
-backs them and dear where a guest's host does so only then; and ("scratch") over and over into the same 8 MiB of each
-thread.
+All ways end with every byte in memory of the process's own, held until the clock has stopped; `own` is how much of the
+bytes is (growth of RssAnon). safetensors.torch.load_file alone does not, on a CPU: its tensors are a mapping of the
+files, which at most fetches them into the page cache. It is therefore followed by a copy of every tensor, as accelerate
+is, which hands out the same mappings; the lines "mapped" have the call alone. `raw` reads with as many threads and as
+large calls as ours: into memory that is then owned, as all loaders need it; into huge pages of it, whose first touch is
+cheap where the host backs them and dear where a guest's host does so only then; and ("scratch") over and over into the
+same 8 MiB of each thread.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 MIB = 1 << 20
 CALL_BYTES = 8 * MIB  # as workbench.loading.schedule.BATCH_BYTES
@@ -45,13 +47,15 @@ WAYS = {
     "raw huge": "the same into huge pages",
     "raw scratch": "pread by 4 threads into the same 8 MiB each: nothing is kept",
     "safetensors": "load_file and a copy of every tensor",
-    "safetensors mapped": "load_file alone: nothing is read",
+    "safetensors mapped": "load_file alone: mappings",
     "transformers": "AutoModelForCausalLM.from_pretrained in bf16",
-    "accelerate": "load_checkpoint_in_model into an empty model",
+    "accelerate": "load_checkpoint_in_model into an empty model, and a copy of every tensor",
+    "accelerate mapped": "load_checkpoint_in_model alone: mappings",
     "runai": "run:ai model streamer, owned tensors",
     "staged serial": "one thread: a piece into a 64 MiB buffer, then copied to its tensor, then the next",
 }
 PEERS = ("safetensors", "transformers", "accelerate", "runai")
+kept: list[Any] = []  # what a run has loaded: giving it back is no part of a load
 PAIRS = {"ours tp2/ep2": "ours", "raw of two": "raw"}  # two processes at once
 
 
@@ -70,7 +74,6 @@ def raw_reads(root: Path, rank: int, world: int, *, keep: bool, huge: bool = Fal
     own = threading.local()
 
     def load() -> int:
-        kept = []
         for _ in calls if keep else ():
             kept.append(mmap.mmap(-1, CALL_BYTES + 2 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
             if huge:
@@ -95,7 +98,8 @@ def ours(root: Path, rank: int, world: int, *, check: bool) -> Callable[[], int]
 
     def load() -> int:
         layout = Layout(tp=world, ep=world)
-        _, _, stats = load_rank(Checkpoint.open(root), layout, rank, check=check)
+        model, _, stats = load_rank(Checkpoint.open(root), layout, rank, check=check)
+        kept.append(model)
         notes.update(
             peak_over_resident=stats.peak_host_bytes - stats.resident_bytes,
             window=stats.window_bytes,
@@ -112,9 +116,8 @@ def safetensors_files(root: Path, *, copy: bool) -> Callable[[], int]:
     from safetensors.torch import load_file
 
     def load() -> int:
-        kept = []
         for path in shards(root):
-            kept += [x.clone() if copy else x for x in load_file(path).values()]
+            kept.extend(x.clone() if copy else x for x in load_file(path).values())
         return sum(x.nbytes for x in kept)
 
     return load
@@ -126,12 +129,13 @@ def transformers_model(root: Path) -> Callable[[], int]:
 
     def load() -> int:
         model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+        kept.append(model)
         return sum(x.nbytes for x in model.parameters())
 
     return load
 
 
-def accelerate_model(root: Path) -> Callable[[], int]:
+def accelerate_model(root: Path, *, copy: bool) -> Callable[[], int]:
     import torch
     from accelerate import init_empty_weights, load_checkpoint_in_model
 
@@ -151,6 +155,8 @@ def accelerate_model(root: Path) -> Callable[[], int]:
 
     def load() -> int:
         load_checkpoint_in_model(model, str(root), device_map={"": "cpu"}, dtype=torch.bfloat16)
+        for parameter in model.parameters() if copy else ():
+            parameter.data = parameter.data.clone()
         return sum(x.nbytes for x in model.parameters() if x.device.type != "meta")
 
     return load
@@ -160,10 +166,9 @@ def runai_streamer(root: Path) -> Callable[[], int]:
     from runai_model_streamer import SafetensorsStreamer
 
     def load() -> int:
-        kept = []
         with SafetensorsStreamer() as streamer:
             streamer.stream_files([str(path) for path in shards(root)])
-            kept += [x for _, x in streamer.get_tensors()]
+            kept.extend(x for _, x in streamer.get_tensors())
         return sum(x.nbytes for x in kept)
 
     return load
@@ -173,7 +178,7 @@ def staged_serial(root: Path) -> Callable[[], int]:
     import torch
 
     def load() -> int:
-        stage, kept, total = torch.empty(64 * MIB, dtype=torch.uint8), [], 0
+        stage, total = torch.empty(64 * MIB, dtype=torch.uint8), 0
         for path in shards(root):
             with path.open("rb", buffering=0) as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -193,6 +198,12 @@ def staged_serial(root: Path) -> Callable[[], int]:
 notes: dict[str, int] = {}
 
 
+def anonymous_bytes() -> int:
+    """Resident memory of this process that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
 def run_way(way: str, root: Path, rank: int, world: int) -> None:
     """Wait for a line on stdin once all is ready; print one line of JSON."""
     import torch
@@ -207,17 +218,20 @@ def run_way(way: str, root: Path, rank: int, world: int) -> None:
         "safetensors": lambda: safetensors_files(root, copy=True),
         "safetensors mapped": lambda: safetensors_files(root, copy=False),
         "transformers": lambda: transformers_model(root),
-        "accelerate": lambda: accelerate_model(root),
+        "accelerate": lambda: accelerate_model(root, copy=True),
+        "accelerate mapped": lambda: accelerate_model(root, copy=False),
         "runai": lambda: runai_streamer(root),
         "staged serial": lambda: staged_serial(root),
     }
     load = makers[way]()
     print("ready", flush=True)
     sys.stdin.readline()
+    held = anonymous_bytes()
     began, cpu = time.monotonic(), time.process_time()
     num_bytes = load()
-    ended = time.monotonic()
-    result = {"began": began, "ended": ended, "cpu_s": time.process_time() - cpu, "bytes": num_bytes, **notes}
+    ended, cpu = time.monotonic(), time.process_time() - cpu
+    owned = anonymous_bytes() - held
+    result = {"began": began, "ended": ended, "cpu_s": cpu, "bytes": num_bytes, "owned": owned, **notes}
     print(json.dumps(result), flush=True)
     os._exit(0)  # giving the memory back is no part of any load
 
@@ -316,11 +330,14 @@ def measure(python: str, way: str, root: Path, state: str, world: int = 1) -> di
         for each in ranks:
             each.kill()
             each.wait()
-    extra = {key: max(x[key] for x in found) for key in found[0] if key not in ("began", "ended", "cpu_s", "bytes")}
+    extra = {
+        key: max(x[key] for x in found) for key in found[0] if key not in ("began", "ended", "cpu_s", "bytes", "owned")
+    }
     return {
         "seconds": max(x["ended"] for x in found) - min(x["began"] for x in found),
         "cpu_s": sum(x["cpu_s"] for x in found),
         "bytes": sum(x["bytes"] for x in found),
+        "owned": sum(x["owned"] for x in found),
         "cached": cached,
         **extra,
     }
@@ -353,7 +370,7 @@ def main() -> None:
         for _ in range(options.repeats):
             for state in options.states.split(","):
                 for way in wanted:
-                    is_peer = way in PEERS or way.startswith("safetensors")
+                    is_peer = way in PEERS or way.endswith("mapped")
                     if way in missing or (is_peer and not options.peers):
                         continue
                     python, world = (options.peers if is_peer else sys.executable), (2 if way in PAIRS else 1)
@@ -373,14 +390,18 @@ def show(state: str, runs: dict[str, list[dict[str, float]]], total: int, record
     print(
         f"\n{state} page cache, medians of {min(map(len, runs.values()))}; x ours: how many times as long as ours takes"
     )
-    print(f"{'way':<20}{'median s':>9}{'least s':>9}{'cpu s':>7}{'GB/s':>7}{'read':>7}{'cached':>8}{'x ours':>8}")
+    print(
+        f"{'way':<20}{'median s':>9}{'least s':>9}{'cpu s':>7}{'GB/s':>7}"
+        f"{'read':>7}{'own':>7}{'cached':>8}{'x ours':>8}"
+    )
     for way, own in runs.items():
         median = {key: statistics.median(x[key] for x in own) for key in own[0]}
         base = medians.get("ours tp2/ep2" if way in PAIRS else "ours", float("nan"))
         rate = 0.0 if way.endswith("mapped") else median["bytes"] / medians[way] / 1e9
         print(
             f"{way:<20}{medians[way]:>9.3f}{min(x['seconds'] for x in own):>9.3f}{median['cpu_s']:>7.2f}{rate:>7.2f}"
-            f"{median['bytes'] / total:>7.3f}{median['cached']:>8.2f}{medians[way] / base:>8.2f}"
+            f"{median['bytes'] / total:>7.3f}{median['owned'] / total:>7.3f}{median['cached']:>8.2f}"
+            f"{medians[way] / base:>8.2f}"
         )
     peers = {way: medians[way] for way in PEERS if way in medians}
     ratios = {

@@ -10,6 +10,7 @@ from torch import nn
 
 from workbench.base import LoadError
 from workbench.loading import Ledger, SourceRef
+from workbench.loading.ledger import content_sums
 from workbench.nn.linear import Linear, StackedLinear
 from workbench.nn.quant import SCHEMES
 
@@ -160,3 +161,28 @@ def test_a_stored_scale_that_is_nan_is_refused_where_the_codes_alone_cannot_show
     ledger.observe_scale("proj.weight", None, torch.tensor([[127], [255]], dtype=torch.uint8))
     with pytest.raises(LoadError, match=r"not finite: the scale of proj.weight .*255"):
         ledger.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (37, 129), (3, 5, 2048), (513, 40)], ids=str)
+def test_sums_of_content_are_those_of_float64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 3 + 1).to(dtype)
+    if len(shape) > 1 and shape[0] > 1:
+        values[1] = torch.zeros(shape[1:])
+    square, num_zero_rows = content_sums(values).tolist()
+    assert square == pytest.approx(values.double().square().sum().item(), rel=3e-6)
+    assert num_zero_rows == (len(shape) > 1 and shape[0] > 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_shows_in_the_sum(value: float, dtype: torch.dtype) -> None:
+    values = torch.ones(9, 33, dtype=dtype)
+    values[3, 32] = value
+    assert not content_sums(values)[0].isfinite()
+
+
+def test_a_row_of_one_tiny_value_is_not_a_row_of_zeros() -> None:
+    values = torch.zeros(3, 40, dtype=torch.bfloat16)
+    values[1, 39] = 1e-15
+    assert content_sums(values)[1] == 2

@@ -290,6 +290,9 @@ def content_sums(values: Tensor) -> Tensor:
     where casts into fresh memory, squares and sums make 2.
     """
     rows = values.flatten(1) if values.dim() > 1 else values.unsqueeze(0)
+    if rows.dtype in (torch.bfloat16, torch.float16) and rows.is_contiguous() and rows.device.type == "cpu":
+        squares = _half_row_squares(rows)
+        return torch.stack([squares.sum(), (squares == 0).sum()])
     num_rows, num_columns = rows.shape
     per_block = min(num_rows, max(1, BLOCK // max(1, num_columns)))
     is_float = rows.dtype == torch.float32
@@ -302,3 +305,15 @@ def content_sums(values: Tensor) -> Tensor:
         torch.linalg.vector_norm(block, dim=1, out=norms[first : first + per_block])
     squares = norms.square_()
     return torch.stack([squares.sum(), (squares == 0).sum()])
+
+
+def _half_row_squares(rows: Tensor) -> Tensor:
+    """Sums of squares of 16-bit rows (R, C) -> (R,) float32, by the statistics that a batch norm takes of R channels.
+
+    Of torch's reductions on a CPU it is the one that reads 16 bits, adds up in 32 and gives 32 back, in one call that
+    leaves the interpreter alone: two threads sum 11 GB/s, where blocks that are cast and normed get 4, waiting for each
+    other between many short calls.
+    """
+    ignored = torch.zeros(2, len(rows))
+    mean, variance = torch.batch_norm_update_stats(rows.unsqueeze(0), ignored[0], ignored[1], 0.0)
+    return (variance + mean.square()) * rows.shape[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,7 +70,6 @@ def stream(
 ) -> None:
     """Write batch k while those after it are read, each into a slot of its own. Raises LoadError as the reader does."""
     batches, stages, num_readers = schedule(plan, window), writer.stages, len(slots) - 1
-    summing = threading.Lock()  # these are many short calls: threads that make them at once wait for the interpreter
 
     @torch.no_grad()
     def fill(batch: Batch, slot: Tensor) -> list[Filled]:
@@ -80,8 +78,7 @@ def stream(
         pairs = zip(batch.chunks, places, strict=True)
         direct = {chunk.staged[part]: _bytes_of(x) for chunk, rows in pairs for part, x in rows.items()}
         reader.fill(batch, slot.numpy().data, direct)
-        with summing:
-            sums = [{part: _sums(x) for part, x in rows.items()} if writer.ledger.check else {} for rows in places]
+        sums = [{part: _sums(x) for part, x in rows.items()} if writer.ledger.check else {} for rows in places]
         stages.add("read", began, batch.bytes_by_piece(), num_readers)
         return [Filled(*each) for each in zip(places, sums, strict=True)]
 
