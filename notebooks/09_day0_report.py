@@ -131,6 +131,15 @@ assert failed.id == "checkpoint.audit"
 assert victim.name in failed.evidence
 assert not broken.passed
 
+# %% [markdown]
+# The verdict ends with its cause, and the report with what to do next: a step for each gate that failed, one for each
+# reason why others have no value, and the way back. Where all pass, the steps say how to serve, ask and compare.
+
+# %%
+print(*(step.replace(str(torn.parent), "…") for step in broken.next_steps), sep="\n")
+assert victim.name in broken.verdict.cause
+assert broken.next_steps[0].startswith("checkpoint.audit: `workbench audit ")
+
 # %%
 silent = [gate for gate in broken.gates if gate.status == "not measured"]
 print(f"{len(silent)} gates without a value, {sum(victim.name in gate.evidence for gate in silent)} name the file")
@@ -142,7 +151,8 @@ assert all(gate.blocks for gate in silent)
 # `workbench day0 --prove-gates` does this for every gate: a bit of one expert flipped, ranks that leave rows out, a
 # device with wrong products, a black picture, a late answer, each run through the code of the ordinary run. A gate is
 # proven where it passes without its fault, fails under it, and names it. Here only those that need no ranks, because
-# the others take a minute or two. We expect 3 of 16.
+# the others take a minute or two. We expect 3 of 16. (`--prove-report` turns the question around: it sabotages copies
+# in nine ways, as we did above in one, and asks whether each verdict names what was done.)
 
 # %%
 proofs = prove_gates(MODEL, run, layout=layout, device=DEVICE, out=OUT, say=None, alone=ALONE, on_ranks=())

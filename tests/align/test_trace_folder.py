@@ -270,3 +270,20 @@ def test_a_hostile_folder_is_refused_with_its_reason(name: str, trace: Path, roo
     change(folder)
     with pytest.raises(TraceError, match=reason):
         read_trace_folder(folder, read_spec(root))
+
+
+def test_t09_a_probe_that_kept_a_buffer_and_not_its_values_is_refused(root: Path, tmp_path: Path) -> None:
+    """Hooks that keep what a module returned, where each layer writes into the same memory."""
+    spec, buffer, kept = read_spec(root), torch.empty(4, 96), {}
+    for layer in range(3):
+        buffer.copy_(torch.randn(4, 96))
+        kept[f"0/L{layer}.attn_out"] = buffer
+    tensors = {name: value.clone() for name, value in kept.items()}
+    describe(tmp_path)
+    save_file(tensors, tmp_path / "rank0.safetensors")
+    with pytest.raises(TraceError, match=r"L0\.attn_out and L1\.attn_out are the same to the last bit"):
+        read_trace_folder(tmp_path, spec)
+    sound = {name: torch.randn(4, 96) for name in kept} | {"0/L3.attn_out": torch.zeros(4, 96)}
+    sound |= {"0/L4.attn_out": torch.zeros(4, 96)}  # zeros say nothing
+    save_file(sound, tmp_path / "rank0.safetensors")
+    assert sound.keys() == {f"0/{name}" for name in read_trace_folder(tmp_path, spec).traces[0]}

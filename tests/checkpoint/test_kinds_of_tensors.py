@@ -40,11 +40,23 @@ def test_l08_expert_zero_alone_is_not_overlooked(f0: Path) -> None:
     assert only(audit(f0), "zero_scale").tensor == f"{EXPERT}0.w2.weight_scale"
 
 
-def test_l08_a_norm_of_zeros_is_an_error_and_a_bias_of_zeros_a_warning(f0: Path) -> None:
-    norm, bias = f"{PREFIX}4.input_layernorm.weight", f"{PREFIX}4.block_sparse_moe.gate.e_score_correction_bias"
-    plant_zero_scales(f0, [norm, bias])
+def router_biases(num_layers: int) -> list[str]:
+    return [f"{PREFIX}{n}.block_sparse_moe.gate.e_score_correction_bias" for n in range(1, num_layers)]
+
+
+def test_l08_a_norm_of_zeros_is_an_error_and_biases_of_zeros_are_warnings(f0: Path) -> None:
+    norm, biases = f"{PREFIX}4.input_layernorm.weight", router_biases(8)
+    plant_zero_scales(f0, [norm, *biases])
     found = {finding.tensor: finding.severity for finding in audit(f0).of_kind("zero_tensor")}
-    assert found == {norm: "error", bias: "warning"}
+    assert found == {norm: "error", **dict.fromkeys(biases, "warning")}
+
+
+def test_l08_a_router_bias_of_zeros_is_an_error_where_other_layers_have_one(f0: Path) -> None:
+    bias = router_biases(8)[3]
+    plant_zero_scales(f0, [bias])
+    finding = only(audit(f0), "zero_tensor")
+    assert (finding.severity, finding.tensor) == ("error", bias)
+    assert "those of 6 other layers are not" in finding.message
 
 
 def test_l08_scores_of_a_mix_with_one_source_may_be_zero(f0: Path) -> None:

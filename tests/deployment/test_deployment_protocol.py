@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from workbench.base import CheckpointError, DeploymentError, WorkerDiedError
+from workbench.base import CheckpointError, DeploymentError, LoadError, WorkerDiedError
 from workbench.deployment.handle import Deployment, Timeouts
 from workbench.deployment.protocol import Door, connect, parse_address, portable
 from workbench.deployment.slate import LastWords, Slate, read_slate
@@ -104,6 +104,22 @@ def test_errors_travel_with_type_place_and_rank():
     other = portable(OwnArguments(1, 2), 0)
     assert type(other) is DeploymentError
     assert "rank 0: OwnArguments: 1 and 2" in str(other)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (LoadError("2 problems", where="rank 1"), "rank 1: 2 problems"),
+        (LoadError("changed", where="f", found="offset 7, rank 1"), "f: changed (found offset 7, rank 1)"),
+        (portable(LoadError("torn", where="shard-2"), 1), "shard-2: rank 1: torn"),
+        (DeploymentError("rank 1 (process 5 on a) is gone"), "rank 1 (process 5 on a) is gone"),
+        (LoadError("2 problems", where="rank 11"), "rank 11: rank 1: 2 problems"),
+        (DeploymentError("rank 0: torn"), "rank 1: rank 0: torn"),
+        (ValueError("rank 1 is no matrix"), "rank 1: ValueError: rank 1 is no matrix"),
+    ],
+)
+def test_an_error_that_names_its_rank_is_not_told_twice(error, text):
+    assert str(portable(error, 1)) == text
 
 
 def test_last_words_survive_a_kill(tmp_path):

@@ -92,5 +92,6 @@ def sample_report(text: Callable[[str], str] = lambda plain: plain, **changes: A
         "answers": (answer,),
         "sections": (section,),
         "seconds": 23.4,
+        "next_steps": (t("Serve it: `workbench serve k3`"), t("compare")),
     }
     return Day0Report(**{**values, **changes})

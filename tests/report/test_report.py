@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -98,6 +99,7 @@ def test_page_says_everything_a_reader_needs_to_trust_it() -> None:
     assert "All gates pass" in text
     assert "not trained" in text
     assert "Fails under: a torn file" in text
+    assert "<li>Serve it: <code>workbench serve k3</code></li><li>compare</li>" in text
     assert "not measured" in text
     assert text.count("<svg") == 3
     assert "prefers-color-scheme: dark" in text
@@ -113,6 +115,37 @@ def test_real_weights_carry_no_warning_and_a_blocking_gate_is_named() -> None:
     assert not report.passed
     assert "1 gate stands in the way" in report.render_html()
     assert "blocking: loading.peak" in report.render()
+
+
+def test_the_verdict_names_what_is_at_fault_and_what_to_do_next() -> None:
+    words = "a.safetensors is torn: model.norm.weight & more"
+    late = Gate(id="parity.fp32", layer="operators", question="?", threshold=0, value=None, evidence="never loaded")
+    bad = Gate(id="checkpoint.files", layer="framework", question="?", threshold=0, value=1, evidence=words)
+    report = sample_report(gates=(late, bad), next_steps=("checkpoint.files: `workbench audit a`",))
+    assert report.verdict.cause == f"checkpoint.files: {words}"
+    page = report.render_html()
+    assert page.count("<p class=cause>checkpoint.files: a.safetensors is torn: model.norm.weight &amp; more</p>") == 1
+    record = report.to_json()
+    assert record["cause"] == report.verdict.cause
+    assert record["verdict"].endswith(f". {report.verdict.cause}")
+    assert record["next_steps"] == ["checkpoint.files: `workbench audit a`"]
+    assert report.render(width=80).endswith("\n\nNext:\n1. checkpoint.files: `workbench audit a`")
+    assert sample_report(gates=(late,)).verdict.cause == "parity.fp32: never loaded"
+    assert sample_report().verdict.cause == ""
+
+
+def test_a_long_cause_is_cut_in_the_verdict_and_whole_beside_its_gate() -> None:
+    gate = Gate(id="a.b", layer="framework", question="?", threshold=0, value=1, evidence="wrong " * 300 + "end")
+    page = sample_report(gates=(gate,)).render_html()
+    assert page.count("wrong " * 299) == 1
+    assert re.search(r"<p class=cause>a\.b: (wrong )+w?r?o?n?g?…</p>", page)
+
+
+def test_a_report_of_before_has_no_steps() -> None:
+    record = sample_report().to_json()
+    del record["next_steps"], record["cause"]
+    assert Day0Report.from_json(record).next_steps == ()
+    assert "Next" not in Day0Report.from_json(record).render()
 
 
 def test_report_survives_its_json_and_renders_the_same(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from workbench.align.merge import merge_ranks
 from workbench.align.parity import ParityPrompt
 from workbench.align.reference import Trace
 from workbench.align.sources import in_trace_form
-from workbench.align.trace import short_name
+from workbench.align.trace import layer_of, short_name
 from workbench.align.trace_names import foreign_names
 from workbench.base import CheckpointError, LayoutError, TraceError, WorkbenchError, printable, short_repr
 from workbench.checkpoint.header import open_regular, read_header
@@ -103,6 +103,7 @@ def read_trace_folder(root: Path | str, spec: ModelSpec) -> TraceFolder:
                 expected="names such as 0/model.layers.0.self_attn:out or 0/L0.attn_out",
             )
         _check(trace, len(prompts[n].token_ids), n, root, spec)
+        _check_probe(trace, n, root)
     producer = record.get("producer", {})
     if not isinstance(producer, dict) or not all(isinstance(x, str) for pair in producer.items() for x in pair):
         raise TraceError("producer is not a table of texts", where=root, found=short_repr(producer))
@@ -322,3 +323,21 @@ def _check(trace: Trace, num_tokens: int, prompt: int, root: Path, spec: ModelSp
         width = {"attn_in": spec.hidden_size, "mlp_in": spec.hidden_size, "logits": spec.vocab_size}.get(last)
         if width is not None and value.shape[-1] != width:
             raise TraceError(f"prompt {prompt}, {name}: width", where=root, found=value.shape[-1], expected=width)
+
+
+def _check_probe(trace: Trace, prompt: int, root: Path) -> None:
+    """Two layers never make the same values to the last bit: a probe that kept a buffer, and not what was in it, shows
+    what the last layer left there for all of them, as does one that ran while a graph was recorded."""
+    seen: dict[tuple[str, int], str] = {}
+    for name, value in trace.items():
+        is_told_apart = value.is_floating_point() and value.numel() > 1 and bool(value.any())
+        if layer_of(name) is None or short_name(name) == "topk_w" or not is_told_apart:  # weights of one expert are 1
+            continue
+        key = short_name(name), hash(value.contiguous().view(torch.uint8).numpy().tobytes())
+        if (other := seen.setdefault(key, name)) != name:
+            raise TraceError(
+                f"prompt {prompt}: {other} and {name} are the same to the last bit",
+                where=root,
+                expected="values of its own for each layer",
+                next_step="Copy what a module made before the next one runs, outside of any recorded graph",
+            )

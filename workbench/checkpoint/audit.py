@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from workbench.base import CheckpointError, ConfigError, human
-from workbench.checkpoint.content import WINDOWS_PER_FILE, padding_findings, sample_file, scan_file
+from workbench.checkpoint.content import WINDOWS_PER_FILE, odd_zeros, padding_findings, sample_file, scan_file
 from workbench.checkpoint.files import Survey, survey_folder
 from workbench.checkpoint.findings import AuditReport, ContentCheck, Finding, merged
 from workbench.checkpoint.ghost_mark import GhostMark, ghost_problems, read_ghost_mark
@@ -63,6 +63,7 @@ def audit(root: Path | str, *, deep: bool | None = None) -> AuditReport:
     mark = _check_ghost(survey, findings)
     if mark is None:
         content = _check_contents(survey, expected, deep, findings)
+        findings = odd_zeros(findings, expected)
     else:
         total = sum(header.file_bytes for header in survey.headers.values())
         content = ContentCheck(mode="ghost", bytes_read=0, bytes_total=total, note="a ghost has none")

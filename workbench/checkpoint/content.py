@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from workbench.checkpoint.header import ShardHeader, TensorEntry, open_regular
 from workbench.checkpoint.names import fits
 from workbench.spec import TensorSpec
 
-__all__ = ["WINDOWS_PER_FILE", "ContentScan", "padding_findings", "sample_file", "scan_file"]
+__all__ = ["WINDOWS_PER_FILE", "ContentScan", "odd_zeros", "padding_findings", "sample_file", "scan_file"]
 
 PAGE = 4096  # a run of zeros shorter than a page is not reported: weights hold zeros
 CHUNK = 16 << 20
@@ -127,6 +127,30 @@ def sample_file(path: Path, header: ShardHeader, expected: Mapping[str, TensorSp
         if (finding := _judge_run(begin, end, entries, begins, set(), expected, header.data_begin))
     )
     return scan
+
+
+def odd_zeros(findings: list[Finding], expected: Mapping[str, TensorSpec]) -> list[Finding]:
+    """`findings`, where a router's vector of zeros is an error if the same one of other layers holds values: training
+    moves the correction bias of every layer, or of none."""
+    zeros = {finding.tensor for finding in findings if finding.kind == "zero_tensor"}
+
+    def judged(finding: Finding) -> Finding:
+        want = expected.get(finding.tensor or "") if finding.kind == "zero_tensor" else None
+        if want is None or want.role != "router" or finding.severity != "warning":
+            return finding
+        same = [x for x in expected.values() if _over_layers(x) == _over_layers(want)]
+        others = sum(x.name not in zeros for x in same)
+        if not others:
+            return finding
+        message = f"every value is zero, and those of {others} other layers are not: was it ever written?"
+        return replace(finding, severity="error", message=message)
+
+    return [judged(finding) for finding in findings]
+
+
+def _over_layers(tensor: TensorSpec) -> str:
+    """The parameter without the number of its layer."""
+    return tensor.param.replace(f"layers.{tensor.layer}.", "layers.*.", 1)
 
 
 def padding_findings(

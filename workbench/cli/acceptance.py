@@ -26,6 +26,21 @@ def add(commands: Commands) -> None:
         help="afterwards make each gate fail by a fault of its own, in copies and in ranks that end with the command; "
         "exit code 1 where one cannot be made to",
     )
+    day0.add_argument(
+        "--prove-report",
+        action="store_true",
+        help="afterwards accept sabotaged copies of the checkpoint, one fault each; exit code 1 where the verdict of "
+        "one does not name its fault",
+    )
+    day0.add_argument(
+        "--published",
+        type=Path,
+        metavar="DIR",
+        help="another copy that is known to be right: parity is held against it, and what differs is named",
+    )
+    day0.add_argument(
+        "--stop-at-fault", action="store_true", help="leave out what comes after the first step in which a gate failed"
+    )
 
     compare = command(
         commands,
@@ -38,7 +53,7 @@ def add(commands: Commands) -> None:
 
 
 def _day0(args: argparse.Namespace) -> int:
-    from workbench.day0 import prove_gates, run_day0
+    from workbench.day0 import prove_gates, prove_report, run_day0
 
     limits = {"latency.first_token": args.max_first_token_s, "latency.per_token": args.max_per_token_s}
     options: dict[str, Any] = {
@@ -50,18 +65,24 @@ def _day0(args: argparse.Namespace) -> int:
         "out": args.out,
         "say": None if args.json else say,
     }
-    report = run_day0(args.path, **options)
-    if not args.prove_gates:
-        if args.json:
-            print_json(report.to_json())
-        return 0 if report.passed else 1
-    proofs = prove_gates(args.path, report, **options)
+    report = run_day0(args.path, published=args.published, stop_at_fault=args.stop_at_fault, **options)
+    proofs = prove_gates(args.path, report, **options) if args.prove_gates else None
+    report = report if proofs is None else proofs.report
+    copies = prove_report(args.path, **options) if args.prove_report else None
+    if copies is not None:
+        report = copies.entered(report)
+        report.write(args.out)
     if args.json:
-        print_json(proofs.to_json())
+        record = report.to_json() if proofs is None else {**proofs.to_json(), "report": report.to_json()}
+        print_json(record if copies is None else {**record, "sabotaged_copies": copies.to_json()})
     else:
-        say(f"\n{proofs.render(width=shutil.get_terminal_size((LOG_COLUMNS, 24)).columns)}")
-        say(f"\nproofs are in the report: {args.out / 'report.html'} and {args.out / 'report.json'}")
-    return 0 if report.passed and proofs.passed else 1
+        if proofs is not None:
+            say(f"\n{proofs.render(width=shutil.get_terminal_size((LOG_COLUMNS, 24)).columns)}")
+        if copies is not None:
+            say(f"\n{copies.render()}")
+        if proofs is not None or copies is not None:
+            say(f"\nproofs are in the report: {args.out / 'report.html'} and {args.out / 'report.json'}")
+    return 0 if report.passed and all(x is None or x.passed for x in (proofs, copies)) else 1
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -13,10 +13,14 @@ __all__ = ["measure_files"]
 
 
 def measure_files(gates: GateBook, sections: list[Section], root: Path, *, say: Callable[[str], None]) -> None:
-    """Count the audit's errors; the first is told in the evidence. Raises CheckpointError where there is no folder."""
+    """Count the audit's errors; the first is told in the evidence, or the first warning where there is no error.
+
+    Raises CheckpointError where there is no folder.
+    """
     report = audit(root)
     evidence = report.summary()
-    first = f". First: {' '.join(report.errors[0].render().split())}" if report.errors else ""
+    told = [("First", report.errors), ("First warning", report.warnings)]
+    first = next((f". {word}: {' '.join(found[0].render().split())}" for word, found in told if found), "")
     gates.measured("checkpoint.audit", len(report.errors), evidence=evidence + first)
     tables = [report.checks_table(), *([report.findings_table()] if report.findings else [])]
     sections.append(Section(title="Checkpoint", text=evidence, tables=tuple(tables)))

@@ -181,6 +181,11 @@ class GateBook:
         """What counts as good enough in this run. Raises KeyError for a gate that is not asked."""
         return self._forms[gate_id].threshold
 
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Gates that were measured and failed, in the order in which they were."""
+        return tuple(gate_id for gate_id, gate in self._gates.items() if gate.passed is False)
+
     def found(self, gate_id: str) -> Gate | None:
         """The gate with its value, where it has one."""
         return self._gates.get(gate_id)

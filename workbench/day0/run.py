@@ -12,11 +12,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from workbench.base import CheckpointError, ConfigError, Table, WorkbenchError, error_text, human
 from workbench.checkpoint import inspect_checkpoint, read_origin
 from workbench.cluster import MachineSurvey, default_device, host_device, survey_machine
+from workbench.day0.advice import Run, next_steps
 from workbench.day0.devices import measure_features
 from workbench.day0.files import measure_files
 from workbench.day0.gates import GateBook, gate_forms
@@ -34,6 +36,7 @@ from workbench.view import LoadWatch, bytes_by_role, terminal_progress
 __all__ = ["run_day0"]
 
 FP32_SHARE = 0.4  # parity in fp32 is tried where all ranks' weights fit into this share of the memory that is free
+IN_FP32 = ("parity.fp32", "parity.batch")  # the first is also the beginning of parity.fp32_tokens
 AFTER_LOADING = ("loading", "parity", "answers", "serving", "latency")  # gates that need a loaded model
 DUMMY = "This proves the machinery and accepts no model: its weights were not trained"
 LOG_COLUMNS = 120  # width of the gate table where the output is no terminal
@@ -60,6 +63,8 @@ def run_day0(
     limits: Mapping[str, float] | None = None,
     out: Path | str | None = None,
     survey: MachineSurvey | None = None,
+    published: Path | str | None = None,
+    stop_at_fault: bool = False,
     say: Callable[[str], None] | None = print,
 ) -> Day0Report:
     """Accept a checkpoint on the ranks of `layout`, held in `precision`; writes `report.html` and `.json` to `out`.
@@ -67,9 +72,11 @@ def run_day0(
     `device`: a device type, or None for the accelerator of this machine, else the CPU. `max_tokens`: cache length of a
     sequence; None takes 4096, or the model's context where that is shorter. `limits`: other thresholds by gate id, such
     as {"latency.first_token": 2.0} (seconds). `survey`: one of this machine that was taken before, features included;
-    None takes one now. `say` gets a line per step; None says nothing. Raises ConfigError where the folder describes no
-    model, `out` cannot be written or a limit is unusable, LayoutError where the layout does not divide the model, and
-    CheckpointError for a ghost, which holds no weights; everything else that goes wrong is in the report.
+    None takes one now. `published`: another copy, known to be right, that parity is held against: values that are wrong
+    in the files agree with themselves. `stop_at_fault` leaves out the steps after a gate that failed. `say` gets a line
+    per step; None says nothing. Raises ConfigError where the folder describes no model, `out` cannot be written or a
+    limit is unusable, LayoutError where the layout does not divide the model, and CheckpointError for a ghost, which
+    holds no weights; everything else that goes wrong is in the report.
     """
     root, began = Path(root), time.perf_counter()
     origin = read_origin(root)
@@ -84,41 +91,43 @@ def run_day0(
     spec, layout = read_spec(root), layout or Layout()
     require_runnable(spec)
     check_layout(spec, layout)
+    published = None if published is None else Path(published)
+    if published is not None:
+        read_spec(published)
     forms = gate_forms(has_known_answers=is_trained_here(root) and spec.vision is not None)
     found = Findings(gates=GateBook(forms, limits=limits), say=say or (lambda line: None))
     if out is not None:
         _make_folder(Path(out))  # before the work, not after it
     device = default_device() if device in (None, "auto") else device
-    place = f"{layout} on {layout.world_size} x {device}"
     fp32 = "run as served" if precision == "fp32" else "run" if _fits_in_fp32(spec, layout, device) else "does not fit"
 
     survey = _survey(found, root, survey)
     _checkpoint(found, root)
-    with _step(found, "operators", "operators"):
-        found.say(f"operators: what a rank needs, tried on {device}")
-        measure_coverage(found.gates, found.sections, spec, layout, precision=precision, device=device, say=found.say)
+    if fp32 == "does not fit":
+        for prefix in IN_FP32:
+            reason = f"the weights in fp32 do not fit into the memory that is free: {_place(layout, device)}"
+            found.gates.unmeasured(prefix, reason)
+    steps: list[tuple[tuple[str, ...], Callable[[], None]]] = [
+        (("operators",), partial(_operators, found, spec, layout, precision, device))
+    ]
     if fp32 == "run":
-        with _step(found, "parity in fp32", "parity.fp32", "parity.batch"):
-            found.say(f"parity in fp32 with the reference: {place}")
-            with start_in_fp32(root, layout, device) as ranks:
-                measure_parity(found.gates, found.sections, ranks, root, precision="fp32", say=found.say)
-    elif fp32 == "does not fit":
-        for prefix in ("parity.fp32", "parity.batch"):
-            found.gates.unmeasured(prefix, f"the weights in fp32 do not fit into the memory that is free: {place}")
-    with (
-        _step(found, f"loading in {precision}", *AFTER_LOADING),
-        terminal_progress(layout.world_size) as progress,
-    ):
-        found.say(f"loading in {precision}: {place}")
-        with Deployment.start(
-            root,
-            layout,
-            precision=precision,
-            device=device,
-            max_tokens=max_tokens or min(4096, spec.max_context),
-            on_progress=progress if say else progress.watch,
-        ) as ranks:
-            _served(found, ranks, root, progress.watch, precision, on_host=device == "cpu")
+        steps.append((IN_FP32, partial(_parity_in_fp32, found, root, layout, device, published)))
+    start = partial(
+        Deployment.start,
+        root,
+        layout,
+        precision=precision,
+        device=device,
+        max_tokens=max_tokens or min(4096, spec.max_context),
+    )
+    serve = partial(_loaded, found, root, start, precision, layout, device, is_shown=bool(say), published=published)
+    steps.append((AFTER_LOADING, serve))
+    for prefixes, step in steps:
+        if stop_at_fault and found.gates.failed:
+            for prefix in prefixes:
+                found.gates.unmeasured(prefix, f"not asked any more: {found.gates.failed[0]} has failed")
+        else:
+            step()
     if survey is not None:
         *tables, _ = survey.tables()  # the last one lists the software, which the report shows by itself
         found.sections.append(Section(title="Machine", tables=tuple(tables)))
@@ -126,12 +135,22 @@ def run_day0(
         table = Table(columns=("step", "reason"), rows=tuple(found.failures))
         found.sections.insert(0, Section(title="Steps that failed", tables=(table,)))
 
+    gates = found.gates.close()
+    how = Run(
+        checkpoint=str(root),
+        layout=str(layout),
+        precision=precision,
+        device=device,
+        out=str(out or "out/day0"),
+        is_dummy=origin.is_dummy,
+        program=_program(),
+    )
     result = Day0Report(
         model=spec.architecture,
         checkpoint=str(root),
         weights_kind="dummy" if origin.is_dummy else "real",
         weights_note=origin.note,
-        gates=found.gates.close(),
+        gates=gates,
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         hardware=_hardware(survey, device),
         versions={} if survey is None else survey.versions.to_json(),
@@ -142,11 +161,13 @@ def run_day0(
             "precision": precision,
             "device": device,
             "parity in fp32": fp32,
+            **({} if published is None else {"parity held against": str(published)}),
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         },
         answers=tuple(found.answers),
         sections=tuple(found.sections),
         seconds=time.perf_counter() - began,
+        next_steps=next_steps(gates, how),
     )
     found.say("")
     found.say(result.render(width=shutil.get_terminal_size((LOG_COLUMNS, 24)).columns))
@@ -198,14 +219,70 @@ def _checkpoint(found: Findings, root: Path) -> None:
         found.say(text)
 
 
-def _served(found: Findings, ranks: Deployment, root: Path, watch: LoadWatch, precision: str, *, on_host: bool) -> None:
+def _operators(found: Findings, spec: ModelSpec, layout: Layout, precision: str, device: str) -> None:
+    with _step(found, "operators", "operators"):
+        found.say(f"operators: what a rank needs, tried on {device}")
+        measure_coverage(found.gates, found.sections, spec, layout, precision=precision, device=device, say=found.say)
+
+
+def _parity_in_fp32(found: Findings, root: Path, layout: Layout, device: str, published: Path | None) -> None:
+    with _step(found, "parity in fp32", *IN_FP32):
+        found.say(f"parity in fp32 with the reference: {_place(layout, device)}")
+        with start_in_fp32(root, layout, device) as ranks:
+            measure_parity(
+                found.gates, found.sections, ranks, root, precision="fp32", published=published, say=found.say
+            )
+
+
+def _loaded(
+    found: Findings,
+    root: Path,
+    start: Callable[..., Deployment],
+    precision: str,
+    layout: Layout,
+    device: str,
+    *,
+    is_shown: bool,
+    published: Path | None,
+) -> None:
+    """Ranks as they serve, and all that is asked of them; `start` takes a progress callback, which is seen where
+    `is_shown`."""
+    with _step(found, f"loading in {precision}", *AFTER_LOADING), terminal_progress(layout.world_size) as progress:
+        found.say(f"loading in {precision}: {_place(layout, device)}")
+        with start(on_progress=progress if is_shown else progress.watch) as ranks:
+            _served(found, ranks, root, progress.watch, precision, on_host=device == "cpu", published=published)
+
+
+def _place(layout: Layout, device: str) -> str:
+    return f"{layout} on {layout.world_size} x {device}"
+
+
+def _served(
+    found: Findings,
+    ranks: Deployment,
+    root: Path,
+    watch: LoadWatch,
+    precision: str,
+    *,
+    on_host: bool,
+    published: Path | None,
+) -> None:
     """Everything that is asked of the model as it is served; `on_host`: its weights stay in host memory."""
     with _step(found, "what loading cost", "loading"):
         measure_loading(
             found.gates, found.sections, ranks.reports, samples=watch.samples(), on_host=on_host, say=found.say
         )
     with _step(found, "parity as served", "parity"):
-        measure_parity(found.gates, found.sections, ranks, root, precision=precision, is_served=True, say=found.say)
+        measure_parity(
+            found.gates,
+            found.sections,
+            ranks,
+            root,
+            precision=precision,
+            is_served=True,
+            published=published,
+            say=found.say,
+        )
     with _step(found, "answers", "answers", "serving", "latency"):
         measure_answers(found.gates, found.sections, found.answers, ranks, root, say=found.say)
 
@@ -227,6 +304,12 @@ def _make_folder(out: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"the report cannot be written here: {error.strerror or error}", where=out) from None
+
+
+def _program() -> str:
+    """What the reader types for this command: the path of the script that runs, where a shell would not find it."""
+    is_known = Path(sys.argv[0]).name != "workbench" or shutil.which("workbench") is not None
+    return "workbench" if is_known else shlex.quote(sys.argv[0])
 
 
 def _hardware(survey: MachineSurvey | None, device: str) -> str:

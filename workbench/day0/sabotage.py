@@ -185,8 +185,9 @@ def _wrong_weight(bench: Bench, ranks: Deployment) -> None:
     """The reference reads the files as they are. The two runs after this one have it read those of the ranks."""
     site = bench.site
     tensor = choose_matrix(site.root, "weight_packed")
-    bench.plant("parity.fp32", f"one weight of {tensor.name} has the other sign on the ranks", f"layer {tensor.layer}")
-    measure_parity(bench.gates, [], ranks, site.root, precision="fp32", say=_quiet)
+    what = f"one weight of {tensor.name} has the other sign on the ranks"
+    bench.plant("parity.fp32", what, f"layer {tensor.layer}", tensor.name)
+    measure_parity(bench.gates, [], ranks, _flipped(site), precision="fp32", published=site.root, say=_quiet)
 
 
 def _misread_token(bench: Bench, ranks: Deployment) -> None:
@@ -204,17 +205,29 @@ def _mixed_up_batch(bench: Bench, ranks: Deployment) -> None:
 # -- ranks as they serve, with one matrix twice as large ---------------------------------------------------------------
 
 
+def _doubled(site: Site) -> Path:
+    return site.folder / "doubled"
+
+
 def _start_doubled(site: Site) -> Deployment:
-    folder = link_folder(site.root, site.folder / "doubled")
-    double_matrix(folder, choose_matrix(site.root, "weight_scale"))
-    return site.start(folder)
+    double_matrix(link_folder(site.root, _doubled(site)), choose_matrix(site.root, "weight_scale"))
+    return site.start(_doubled(site))
 
 
 def _wrong_matrix(bench: Bench, ranks: Deployment) -> None:
     site = bench.site
     tensor = choose_matrix(site.root, "weight_scale")
-    bench.plant("parity.serving", f"{tensor.name} is doubled on the ranks", f"layer {tensor.layer}")
-    measure_parity(bench.gates, [], ranks, site.root, precision=site.precision, is_served=True, say=_quiet)
+    bench.plant("parity.serving", f"{tensor.name} is doubled on the ranks", f"layer {tensor.layer}", tensor.name)
+    measure_parity(
+        bench.gates,
+        [],
+        ranks,
+        _doubled(site),
+        precision=site.precision,
+        is_served=True,
+        published=site.root,
+        say=_quiet,
+    )
 
 
 def _refused_requests(bench: Bench, ranks: Deployment) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from workbench.align import Tolerance, check_parity, deployment_forward, require_reference, tolerance_for
 from workbench.base import WorkbenchError
+from workbench.day0.diagnose import Diagnosis, diagnose
 from workbench.day0.gates import GateBook
 from workbench.day0.prompts import draw_pictures, parity_prompts
 from workbench.deployment import Deployment
@@ -37,9 +38,12 @@ def measure_parity(
     *,
     precision: str,
     is_served: bool = False,
+    published: Path | None = None,
     say: Callable[[str], None],
 ) -> None:
     """Compare `ranks` with the reference on random prompts and a picture, tensors first and then greedy tokens.
+
+    The reference reads `published`, by default the files `root` that the ranks loaded themselves.
 
     In fp32 also: each prompt alone and all of them together must give the same tokens. In bf16 and mxfp4 the limit is
     measured: yardsticks of rounding, tensor by tensor. In an approximate precision (fp8, int8, int4) no such bound
@@ -50,7 +54,7 @@ def measure_parity(
     if tolerance is None:
         gates.unmeasured("parity.serving", f"{precision} approximates the weights: there is no bound to hold it to")
         return
-    spec = ranks.spec
+    spec, published = ranks.spec, published or root
     require_reference(spec)
     picture = ImageProcessor(spec.image).process(draw_pictures()[0]) if spec.image and spec.vision else None
     prompts = parity_prompts(spec, picture)
@@ -61,9 +65,14 @@ def measure_parity(
         prompts[position] = dataclasses.replace(
             prompt, token_ids=(*prompt.token_ids, *tokens), num_generated=len(tokens)
         )
-    report = check_parity(deployment_forward(ranks), root, prompts, tolerance=tolerance)
+    report = check_parity(deployment_forward(ranks), published, prompts, tolerance=tolerance)
     say(f"parity, {precision}: {report.verdict()}")
-    evidence = f"{report.verdict()}. Limit: {tolerance.describe()}"
+    diagnosis = Diagnosis(text="")
+    if report.num_wrong_tensors and not _is_told_before(gates):
+        say(f"parity, {precision}: looking for the operator and the mistake")
+        diagnosis = diagnose(ranks, root, published, prompts, report, precision=precision)
+        say(f"parity, {precision}: {diagnosis.text}")
+    evidence = ". ".join(filter(None, [diagnosis.text, report.verdict(), f"Limit: {tolerance.describe()}"]))
     if precision != "fp32":
         gates.measured("parity.serving", report.num_wrong, evidence=evidence)
     else:
@@ -92,7 +101,14 @@ def measure_parity(
     limit = tolerance.relative if isinstance(tolerance, Tolerance) else None  # else each tensor has its own
     chart = difference_by_layer(report.relative_by_layer(), limit=limit)
     title = f"Parity with the reference, {precision}"
-    sections.append(Section(title=title, tables=(report.table(), report.by_layer()), charts=(chart,)))
+    tables = (report.table(), report.by_layer(), *diagnosis.tables)
+    sections.append(Section(title=title, text=diagnosis.text, tables=tables, charts=(chart,)))
+
+
+def _is_told_before(gates: GateBook) -> bool:
+    """Whether parity in fp32 has failed: the same mistake is not looked for again among roundings."""
+    gate = gates.found("parity.fp32")
+    return gate is not None and not gate.passed
 
 
 def _generate(ranks: Deployment, prompts: list[tuple[int, ...]]) -> list[list[int]]:

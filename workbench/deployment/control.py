@@ -231,7 +231,7 @@ class Control:
         silent = [member.rank for member in self.members if member.rank not in statuses]
         text = f"ranks {silent} do not say where they are" if silent else _out_of_step(statuses)
         if text:
-            broken = DeploymentError(f"{failure.error.message}; after that the ranks are out of step: {text}")
+            broken = DeploymentError(f"{failure.error}; after that the ranks are out of step: {text}")
             broken.add_note(f"traceback of rank {failure.rank}:\n{failure.traceback}")
             raise self._break(broken)
 

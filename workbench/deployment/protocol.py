@@ -111,21 +111,28 @@ Message = Progress | Done | Failed | Status
 
 
 def portable(error: BaseException, rank: int) -> WorkbenchError:
-    """The error as it can travel: the same type where it is one of ours, else a DeploymentError; names the rank."""
-    if isinstance(error, WorkbenchError):
-        try:
-            named = type(error)(
-                f"rank {rank}: {error.message}",
-                where=error.where,
-                found=error.found,
-                expected=error.expected,
-                next_step=error.next_step,
-            )
-            pickle.loads(pickle.dumps(named))
-            return named
-        except Exception:  # a subclass with a constructor of its own: its text has to do
-            return DeploymentError(f"rank {rank}: {error_text(error)}")
-    return DeploymentError(f"rank {rank}: {error_text(error)}")
+    """The error as it can travel: the same type where it is one of ours, else a DeploymentError; it names the rank, in
+    front of its message where it does not do so itself."""
+    if not isinstance(error, WorkbenchError):
+        return DeploymentError(f"rank {rank}: {error_text(error)}")
+    lead = "" if _names_rank(error, f"rank {rank}") else f"rank {rank}: "
+    try:
+        named = type(error)(
+            lead + error.message,
+            where=error.where,
+            found=error.found,
+            expected=error.expected,
+            next_step=error.next_step,
+        )
+        pickle.loads(pickle.dumps(named))
+        return named
+    except Exception:  # a subclass with a constructor of its own: its text has to do
+        return DeploymentError(lead + error_text(error))
+
+
+def _names_rank(error: WorkbenchError, name: str) -> bool:
+    is_found = name in (error.found or "").split(", ")
+    return error.where == name or error.message.startswith((f"{name} ", f"{name}:")) or is_found
 
 
 def parse_address(text: str) -> Address:

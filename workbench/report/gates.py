@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from workbench.base import Cell, Table, human, printable
 
-__all__ = ["Gate", "Relation", "Value", "Verdict", "gates_table", "gates_text", "verdict_of"]
+__all__ = ["Gate", "Relation", "Value", "Verdict", "gates_table", "gates_text", "steps_text", "verdict_of"]
 
 Relation = Literal["<=", ">=", "=="]
 Value = float | int | str | bool
@@ -109,13 +109,18 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The answer over all gates: passed only where there is at least one gate and none blocks."""
+    """The answer over all gates: passed only where there is at least one gate and none blocks.
+
+    `cause`: the first gate that failed, in the order in which a deployment comes up, and what its evidence names; where
+    none failed, the first without a value. "" where nothing blocks.
+    """
 
     passed: bool
     num_passed: int
     num_failed: int
     num_unmeasured: int
     blocking: tuple[str, ...]
+    cause: str = ""
 
     def sentence(self) -> str:
         counts = [f"{self.num_passed} passed"]
@@ -124,17 +129,23 @@ class Verdict:
         text = f"{'PASS' if self.passed else 'FAIL'}: {', '.join(counts)}"
         return text + (f"; blocking: {', '.join(self.blocking)}" if self.blocking else "")
 
+    def told(self) -> str:
+        """The sentence, and what is at fault."""
+        return f"{self.sentence()}. {self.cause}" if self.cause else self.sentence()
+
 
 def verdict_of(gates: Sequence[Gate]) -> Verdict:
     """Verdict over `gates`; no gates at all is not a pass."""
     statuses = [gate.status for gate in gates]
     blocking = tuple(gate.id for gate in gates if gate.blocks)
+    first = sorted((gate for gate in gates if gate.blocks), key=lambda gate: gate.status != "fail")[:1]
     return Verdict(
         passed=bool(gates) and not blocking,
         num_passed=statuses.count("pass"),
         num_failed=statuses.count("fail"),
         num_unmeasured=statuses.count("not measured"),
         blocking=blocking,
+        cause="".join(f"{gate.id}: {gate.evidence}" for gate in first),
     )
 
 
@@ -174,13 +185,21 @@ def gates_text(gates: Sequence[Gate], width: int) -> str:
     return "\n\n".join(parts)
 
 
+def steps_text(steps: Sequence[str], width: int | None = None) -> str:
+    """Steps under each other with their numbers; lines of at most `width` columns where that is given."""
+    lines = [f"{number}. {printable(step)}" for number, step in enumerate(steps, 1)]
+    if width is not None:
+        lines = [_wrapped(line, max(LEAST_WIDTH, width), hanging="   ") for line in lines]
+    return "\n".join(["Next:", *lines])
+
+
 def _cut(text: str, columns: int) -> str:
     return text if len(text) <= columns else text[: columns - 1].rstrip() + "…"
 
 
-def _wrapped(text: str, width: int, indent: str = "") -> str:
+def _wrapped(text: str, width: int, indent: str = "", *, hanging: str = "") -> str:
     lines = textwrap.wrap(
-        printable(text), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        printable(text), width, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False
     )
     return "\n".join(lines)
 

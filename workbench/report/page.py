@@ -25,6 +25,7 @@ __all__ = ["render_page"]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 WIDE_FACTS = ("Command",)  # long, and misread when it is broken: a line of its own
+MOST_CAUSE = 900  # characters in the verdict; the gate's own row has all of them
 SYMBOL = {"pass": "✓", "fail": "✗", "not measured": "–"}
 
 
@@ -34,6 +35,7 @@ def render_page(report: Day0Report) -> str:
     title = f"Day-0 report: {report.model}"
     parts = [
         _header(report),
+        _next(report.next_steps),
         _gates(report.gates),
         _answers(report.answers),
         *(_section(section) for section in report.sections),
@@ -87,11 +89,27 @@ def _header(report: Day0Report) -> str:
     }
     cells = "".join(_fact(key, _short(value)) for key, value in facts.items())
     counts = verdict.sentence().partition(": ")[2]
+    cause = f"<p class=cause>{text(_cut(verdict.cause))}</p>" if verdict.cause else ""
     return (
         f"<header><p class=eyebrow>Day-0 report</p><h1>{text(report.model)}</h1>"
-        f'<div class="verdict {state}"><strong>{text(words)}</strong><span>{text(counts)}</span></div>{dummy}'
+        f'<div class="verdict {state}"><strong>{text(words)}</strong><span>{text(counts)}</span>{cause}</div>{dummy}'
         f"<dl class=facts>{cells}</dl></header>"
     )
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= MOST_CAUSE else words[: MOST_CAUSE - 1].rstrip() + "…"
+
+
+def _next(steps: Iterable[str]) -> str:
+    items = "".join(f"<li>{_with_commands(step)}</li>" for step in steps)
+    return f"<section class=next><h2>Next</h2><ol>{items}</ol></section>" if items else ""
+
+
+def _with_commands(step: str) -> str:
+    """Escaped text in which what stands in backquotes is code."""
+    parts = map(text, step.split("`"))
+    return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
 
 
 def _fact(name: str, value: str) -> str:

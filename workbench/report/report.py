@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.base import ConfigError, Table, plain, read_small_file
-from workbench.report.gates import Gate, Verdict, gates_table, gates_text, verdict_of
+from workbench.report.gates import Gate, Verdict, gates_table, gates_text, steps_text, verdict_of
 from workbench.view.charts import Chart, chart_from_json
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class Day0Report:
     `weights_kind` "dummy" says that the weights were not trained: such a run proves the machinery, and never the
     model's answers; `weights_note` says which they were. `environment` are further facts by name (layout, precision,
     command); `machine` and `versions` are the JSON of a machine survey and of the software. `created_at` is UTC.
+    `next_steps` say what to do now, commands in backquotes.
     """
 
     model: str
@@ -141,6 +142,7 @@ class Day0Report:
     answers: tuple[SampleAnswer, ...] = ()
     sections: tuple[Section, ...] = ()
     seconds: float | None = None
+    next_steps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         ids = [gate.id for gate in self.gates]
@@ -163,9 +165,10 @@ class Day0Report:
         return self.versions.get("git_commit")
 
     def render(self, width: int | None = None) -> str:
-        """The gates as aligned text, with the verdict above; `width` columns of a terminal shorten the evidence of
-        gates that pass and tell that of the others in full below."""
-        return gates_table(self.gates).render() if width is None else gates_text(self.gates, width)
+        """The gates as aligned text, with the verdict above and what to do next below; `width` columns of a terminal
+        shorten the evidence of gates that pass and tell that of the others in full."""
+        text = gates_table(self.gates).render() if width is None else gates_text(self.gates, width)
+        return f"{text}\n\n{steps_text(self.next_steps, width)}" if self.next_steps else text
 
     def _repr_html_(self) -> str:
         return gates_table(self.gates).to_html()
@@ -182,7 +185,9 @@ class Day0Report:
         record = {
             "format": FORMAT,
             "passed": verdict.passed,
-            "verdict": verdict.sentence(),
+            "verdict": verdict.told(),
+            "cause": verdict.cause,
+            "next_steps": list(self.next_steps),
             "model": self.model,
             "checkpoint": self.checkpoint,
             "weights_kind": self.weights_kind,
@@ -212,6 +217,7 @@ class Day0Report:
             gates=tuple(Gate.from_json(gate) for gate in record["gates"]),
             answers=tuple(SampleAnswer.from_json(answer) for answer in record["answers"]),
             sections=tuple(Section.from_json(section) for section in record["sections"]),
+            next_steps=tuple(record.get("next_steps", ())),
         )
 
     def write(self, folder: Path | str) -> tuple[Path, Path]:

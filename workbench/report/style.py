@@ -38,6 +38,9 @@ p { margin: 0 0 0.6rem; }
 .verdict.pass strong { color: var(--pass); }
 .verdict.fail { background: var(--fail-ground); border-color: var(--fail); }
 .verdict.fail strong { color: var(--fail); }
+.verdict .cause { flex-basis: 100%; margin: 0.3rem 0 0; overflow-wrap: anywhere; }
+.next li { margin: 0 0 0.4rem; overflow-wrap: anywhere; }
+code { font: 0.88em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .warning { background: var(--open-ground); color: var(--open); border-radius: 10px; padding: 0.6rem 1.1rem;
   margin-top: 0.6rem; }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(15rem, 1fr)); gap: 0.8rem 1.5rem;
