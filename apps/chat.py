@@ -1,6 +1,7 @@
 """Chat with a loaded model in the browser: text and pictures in, streamed text out.
 
     python -m apps.chat --model data/k3-nano --ranks 2
+    python -m apps.chat --url http://HOST:8000/v1           any server of the OpenAI interface
 
 Layout, events and the start are here; what a question does is in `apps.conversation`. The page talks to this machine
 alone, and it shows what the model wrote letter by letter, never as markup.
@@ -12,27 +13,27 @@ import argparse
 import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from apps.conversation import ChatService, Conversation, Options, stream_answer
-from apps.panel import panel_text
-from workbench.base import WorkbenchError
+from apps.panel import Panel, Sight
+from workbench.base import RequestError, WorkbenchError
 from workbench.checkpoint import read_origin
 from workbench.deployment import Deployment
 from workbench.exam.trained import is_trained_here
 from workbench.placement import Layout, choose_layout
 from workbench.serving import MultimodalInferenceService
+from workbench.serving.client import RemoteService, read_api_key
 from workbench.serving.open import open_service
 from workbench.spec import read_spec
 from workbench.view import terminal_progress
 
-__all__ = ["build_app", "examples_for", "launch", "main", "running_service", "side_panel"]
+__all__ = ["build_app", "examples_for", "launch", "main", "read_logins", "running_service"]
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 IMAGES, SCENES = DATA / "images", DATA / "scenes"
@@ -45,6 +46,7 @@ EXAMPLES: tuple[Example, ...] = (
 )
 MAX_UPLOAD = "20mb"
 KEEP_UPLOADS_S = 3600
+REFRESH_S = 2.0  # of the side panel, while it is open
 # Pictures in a conversation come with buttons that send them to a service on the internet.
 CSS = '#chat button[title="Share"], #chat button[aria-label="Share"] { display: none; }'
 
@@ -65,10 +67,11 @@ def build_app(
     examples: Sequence[Example] = EXAMPLES,
     max_tokens: int = 512,
     num_parallel: int = 4,
-    panel: Callable[[], str] | None = None,
+    panel: Panel | None = None,
 ) -> gr.Blocks:
     """The page over a service that is already running; `facts` (Markdown) says what is being talked to, and `panel`
-    what stands at its side: it is asked when a page opens, while it is open on request, and after each answer.
+    what stands at its side: it is asked when a page opens, again and again while it is unfolded, and after each answer.
+    The load of experts is asked for while the visitor wants to see it, and counted no longer.
 
     At most `num_parallel` answers are under way at once, the others wait in the page's queue. Visitors share nothing
     but the service.
@@ -101,11 +104,13 @@ def build_app(
     def leave(request: gr.Request) -> None:
         visitors.leave(request.session_hash)
 
-    def figures() -> str:
+    def figures(before: Sight | None, wants_experts: bool) -> tuple[str, Sight | None, str]:
+        assert panel is not None
         try:
-            return panel() if panel is not None else ""
+            text, sight = panel.look(before)
+            return text, sight, panel.heat() if wants_experts else ""
         except WorkbenchError as error:
-            return str(error)
+            return str(error), None, ""
 
     def ready() -> tuple[Any, ...]:
         return gr.MultimodalTextbox(interactive=True), gr.Button(interactive=False)
@@ -120,9 +125,15 @@ def build_app(
     uploads = (KEEP_UPLOADS_S, KEEP_UPLOADS_S)  # look this often, delete what is older
     with gr.Blocks(title="workbench chat", analytics_enabled=False, fill_height=True, delete_cache=uploads) as app:
         if panel is not None:
-            with gr.Sidebar(position="right", open=False, width=300, elem_id="side"):
+            with gr.Sidebar(position="right", open=False, width=320, elem_id="side") as sidebar:
                 side = gr.Markdown(elem_id="panel")
                 refresh = gr.Button("Refresh", size="sm", elem_id="refresh")
+                wants_experts = gr.Checkbox(
+                    False, label="Load of experts", visible=panel.experts is not None, elem_id="wants-experts"
+                )
+                heat = gr.HTML(elem_id="experts")
+            sight = gr.State(None)
+            timer = gr.Timer(REFRESH_S, active=False)
         gr.Markdown(facts, elem_id="facts")
         conversation = gr.State(Conversation())
         chat = gr.Chatbot(
@@ -172,9 +183,10 @@ def build_app(
         )
         running.then(ready, None, [box, stop_button], **page)
         if panel is not None:
-            running.then(figures, None, [side], **page)
-            refresh.click(figures, None, [side], **page)
-            app.load(figures, None, [side], **page)
+            for again in (running.then, refresh.click, wants_experts.change, timer.tick, app.load):
+                again(figures, [sight, wants_experts], [side, sight, heat], **page)
+            sidebar.expand(lambda: gr.Timer(active=True), None, [timer], **page)
+            sidebar.collapse(lambda: gr.Timer(active=False), None, [timer], **page)
         everything = [conversation, chat, note, box, stop_button]
         # Cancel first: run beside it, the handler would be overtaken by the last update of the answer.
         for event, handler, inputs in (
@@ -205,11 +217,23 @@ class Visitors:
         return session in self._left
 
 
-def launch(app: gr.Blocks, *, port: int | None = None, wait: bool = True) -> str:
-    """Serve the page on this machine only and return its address; with `wait`, first when it is interrupted."""
+def launch(
+    app: gr.Blocks,
+    *,
+    port: int | None = None,
+    wait: bool = True,
+    root_path: str | None = None,
+    logins: Sequence[tuple[str, str]] = (),
+) -> str:
+    """Serve the page on this machine only and return its address; with `wait`, first when it is interrupted.
+
+    `root_path`: where a proxy shows it, such as /chat. With `logins` (name, password) nobody else sees anything of it.
+    """
     _, url, _ = app.launch(
         server_name="127.0.0.1",
         server_port=port,
+        root_path=root_path,
+        auth=list(logins) or None,
         share=False,
         ssr_mode=False,
         max_file_size=MAX_UPLOAD,
@@ -224,10 +248,23 @@ def launch(app: gr.Blocks, *, port: int | None = None, wait: bool = True) -> str
     return url
 
 
-def side_panel(service: MultimodalInferenceService) -> Callable[[], str]:
-    """What stands at the side of the page: figures of the service, and of its ranks where it has some."""
-    model = service.model
-    return partial(panel_text, service, model.stats if isinstance(model, Deployment) else None)
+def read_logins(path: Path) -> list[tuple[str, str]]:
+    """One `name:password` a line. Raises RequestError for a file that holds none, or a line that is none of them; it
+    never repeats what stands there."""
+    logins = []
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the logins cannot be read: {type(error).__name__}", where=path) from None
+    for number, line in enumerate(lines, start=1):
+        name, colon, password = line.strip().partition(":")
+        if line.strip() and not (name and colon and password):
+            raise RequestError(f"line {number} is no login", where=path, expected="name:password")
+        if line.strip():
+            logins.append((name, password))
+    if not logins:
+        raise RequestError("the file holds no login", where=path, expected="one name:password a line")
+    return logins
 
 
 @contextmanager
@@ -275,30 +312,47 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", help="device type of the ranks (default: an accelerator, else cpu)")
     parser.add_argument("--slots", type=int, default=4, help="answers under way at the same time")
     parser.add_argument("--context", type=int, default=4096, help="tokens of a conversation, answer included")
+    parser.add_argument("--url", help="talk to a server of the OpenAI interface instead, such as http://HOST:8000/v1")
+    parser.add_argument("--model-name", help="model to ask for (with --url; default: the first it offers)")
+    parser.add_argument("--api-key-file", type=Path, help="file whose first line is the key (with --url)")
     parser.add_argument("--port", type=int, default=None, help="port on 127.0.0.1 (default: a free one from 7860)")
+    parser.add_argument("--root-path", help="path under which a proxy shows the page, such as /chat")
+    parser.add_argument("--login-file", type=Path, help="one `name:password` a line: nobody else gets in")
     args = parser.parse_args(arguments)
     try:
-        layout = Layout.parse(args.layout) if args.layout else choose_layout(read_spec(args.model), args.ranks)
-        with running_service(
-            args.model,
-            layout,
-            precision=args.precision,
-            device=args.device,
-            num_slots=args.slots,
-            context=args.context,
-        ) as (service, facts):
-            longest = min(512, service.model.info.max_tokens)
-            app = build_app(
-                service,
-                facts=facts,
-                examples=examples_for(args.model),
-                max_tokens=longest,
-                num_parallel=args.slots,
-                panel=side_panel(service),
-            )
-            launch(app, port=args.port)
+        logins = read_logins(args.login_file) if args.login_file is not None else []
+        with _page(args) as app:
+            launch(app, port=args.port, root_path=args.root_path, logins=logins)
     except WorkbenchError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+@contextmanager
+def _page(args: argparse.Namespace) -> Iterator[gr.Blocks]:
+    if args.url is not None:
+        key = read_api_key(args.api_key_file) if args.api_key_file is not None else None
+        remote = RemoteService(args.url, api_key=key, model=args.model_name)
+        # The server names itself: as code no name can become a link or a picture.
+        facts = " at ".join(f"`{text.replace('`', '')}`" for text in (remote.model, remote.url))
+        yield build_app(remote, facts=facts, num_parallel=args.slots)
+        return
+    layout = Layout.parse(args.layout) if args.layout else choose_layout(read_spec(args.model), args.ranks)
+    with running_service(
+        args.model,
+        layout,
+        precision=args.precision,
+        device=args.device,
+        num_slots=args.slots,
+        context=args.context,
+    ) as (service, facts):
+        yield build_app(
+            service,
+            facts=facts,
+            examples=examples_for(args.model),
+            max_tokens=min(512, service.model.info.max_tokens),
+            num_parallel=args.slots,
+            panel=Panel.of(service),
+        )
 
 
 if __name__ == "__main__":

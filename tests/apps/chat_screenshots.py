@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from test_chat_browser import CHROMIUM, FLAGS, Visitor  # noqa: E402
 
-from apps.chat import build_app, examples_for, launch, running_service, side_panel  # noqa: E402
+from apps.chat import build_app, examples_for, launch, running_service  # noqa: E402
+from apps.panel import Panel  # noqa: E402
 from workbench.placement import choose_layout  # noqa: E402
 from workbench.spec import read_spec  # noqa: E402
 
@@ -41,7 +42,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as profile,
         sync_playwright() as playwright,
     ):
-        app = build_app(service, facts=facts, examples=examples_for(args.model), panel=side_panel(service))
+        app = build_app(service, facts=facts, examples=examples_for(args.model), panel=Panel.of(service))
         url = launch(app, wait=False)
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path=CHROMIUM, headless=True, args=FLAGS, viewport=SIZE
@@ -63,7 +64,12 @@ def main() -> None:
         visitor.wait(lambda: "written" in visitor.note, "answer about the picture", ANSWER_S)
         shoot("picture")
         visitor.page.locator("#side .toggle-button").click()
-        visitor.wait(lambda: "answers under way" in visitor.page.locator("#panel").inner_text(), "side panel")
+        visitor.page.locator("#wants-experts input").check()
+        visitor.wait(lambda: "first token" in visitor.page.locator("#panel").inner_text(), "side panel")
+        visitor.ask("Which shapes are there?")
+        visitor.wait(lambda: visitor.page.locator("#experts svg").count() == 1, "load of experts", ANSWER_S)
+        visitor.wait(lambda: "written" in visitor.note, "another answer", ANSWER_S)
+        visitor.page.wait_for_timeout(2500)  # one more round of figures
         shoot("panel")
         assert visitor.external == [], visitor.external
         context.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,8 +19,11 @@ from playwright.sync_api import BrowserContext, Page, sync_playwright
 from scripted import ScriptedService
 
 from apps.chat import build_app, launch, running_service
+from apps.panel import Panel
 from workbench.placement import Layout
-from workbench.serving import MultimodalInferenceService
+from workbench.profiling import ExpertLoad
+from workbench.profiling.experts import LayerLoad
+from workbench.serving import EngineStats, MultimodalInferenceService, RecentTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, IMAGES = ROOT / "data" / "k3-tiny", ROOT / "data" / "images"
@@ -99,7 +105,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[tuple[MultimodalInferenceService, str]]:
     with running_service(MODEL, Layout(tp=2, ep=2), device="cpu") as (service, facts):
-        app = build_app(service, facts=facts)
+        app = build_app(service, facts=facts, panel=Panel.of(service))
         yield service, launch(app, wait=False)
         app.close()
 
@@ -175,6 +181,38 @@ def test_closed_tab_frees_the_request(browser: BrowserContext, ranks: tuple[Mult
     assert service.stats().num_aborted == num_aborted + 1, "it was given up, and did not come to its own end"
 
 
+@pytest.mark.ranks
+def test_the_unfolded_panel_follows_waits_rates_and_experts_and_asks_nobody_else(
+    browser: BrowserContext, ranks: tuple[MultimodalInferenceService, str], tmp_path: Path
+) -> None:
+    service, url = ranks
+    visitor = Visitor(browser, url)
+    panel = visitor.page.locator("#panel")
+    visitor.page.locator("#side .toggle-button").click()
+    visitor.wait(lambda: "tp2xep2 on 2 ranks" in panel.inner_text(), "the layout")
+    visitor.page.locator("#wants-experts input").check()
+    visitor.wait(lambda: "count from now on" in visitor.page.locator("#experts").inner_text(), "the ranks to count")
+    visitor.page.get_by_text("Settings").click()
+    visitor.page.locator("#tokens input[type=number]").fill("6")
+    visitor.page.locator("#tokens input[type=number]").press("Tab")
+    visitor.wait(lambda: visitor.page.locator("#tokens input[type=range]").input_value() == "6", "the slider at 6", 10)
+    visitor.ask("What is a shard?")
+    visitor.wait(lambda: "written" in visitor.note, "answer")
+    visitor.wait(lambda: "between tokens, p50 and p99" in panel.inner_text(), "waits")
+    visitor.wait(lambda: "tokens a second" in panel.inner_text(), "a rate")
+    visitor.wait(lambda: visitor.page.locator("#experts svg image").count() == 1, "the load of experts")
+    drawn = visitor.page.locator("#experts svg image").evaluate(
+        "image => fetch(image.href.baseVal).then(got => got.blob()).then(createImageBitmap)"
+        ".then(pixels => [pixels.width, pixels.height])"
+    )
+    layers = [layer for layer in service.model.spec.layers if layer.is_moe]
+    assert drawn == [layers[0].ffn.num_experts, len(layers)]
+    visitor.page.screenshot(path=tmp_path / "panel.png")
+    print(f"screenshot in {tmp_path}")
+    assert visitor.external == []
+    visitor.page.close()
+
+
 def test_updates_do_not_grow_with_the_pictures_of_the_conversation(browser: BrowserContext, tmp_path: Path) -> None:
     pictures = []
     for number in range(3):
@@ -212,3 +250,78 @@ def test_what_the_model_writes_is_shown_and_never_run(browser: BrowserContext) -
     assert visitor.external == []
     visitor.page.close()
     app.close()
+
+
+class Proxy(ThreadingHTTPServer):
+    """Shows the server at `origin` under /chat, and nothing else."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(("127.0.0.1", 0), Forward)
+        self.origin, self.strays = urlsplit(origin), list[str]()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/chat"
+
+
+class Forward(BaseHTTPRequestHandler):
+    def forward(self) -> None:
+        assert isinstance(self.server, Proxy)
+        prefix, _, path = self.path.partition("/chat/")
+        if prefix or not self.path.startswith("/chat"):
+            self.server.strays.append(self.path)
+            self.send_error(404)
+            return
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        origin = http.client.HTTPConnection(self.server.origin.netloc, timeout=60)
+        origin.request(self.command, f"/{path}", body, dict(self.headers))  # its Host as well: links are made of it
+        answer = origin.getresponse()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length", "server", "date"):
+                self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the page may have gone
+            while piece := answer.read1(1 << 16):
+                self.wfile.write(piece)
+                self.wfile.flush()
+        origin.close()
+
+    do_GET = do_POST = do_HEAD = forward
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_behind_the_path_of_a_proxy_answers_stream_and_the_panel_is_drawn(browser: BrowserContext) -> None:
+    class Figures:
+        def stats(self) -> EngineStats:
+            return EngineStats(num_waiting=0, num_running=0, num_free_slots=4, num_steps=5, num_aborted=0)
+
+        def recent(self) -> RecentTimes:
+            return RecentTimes(first_token_s=(0.5,))
+
+    load = ExpertLoad(layers=(LayerLoad(layer=1, counts=(3, 0, 1)),))
+    panel = Panel(service=Figures(), experts=lambda: load)
+    app = build_app(ScriptedService(["one ", "two"]), facts="scripted", panel=panel)
+    proxy = Proxy(launch(app, wait=False, root_path="/chat"))
+    visitor = Visitor(browser, f"{proxy.url}/")
+    visitor.ask("What do they show?", IMAGES / "house.png")
+    visitor.wait(lambda: "written" in visitor.note, "answer")
+    assert visitor.answers[-1].strip() == "one two"
+    visitor.page.locator("#side .toggle-button").click()
+    visitor.page.locator("#wants-experts input").check()
+    visitor.wait(lambda: visitor.page.locator("#experts svg image").count() == 1, "the load of experts")
+    assert "first token, p50 and p99" in visitor.page.locator("#panel").inner_text()
+    assert visitor.external == []
+    paths = {urlsplit(url).path for url in visitor.requests if url.startswith("http")}
+    # Icon and manifest of an installed page are looked for at the root whatever the path is, and nothing needs them.
+    assert {path for path in (*paths, *proxy.strays) if not path.startswith("/chat/")} <= {
+        "/favicon.ico",
+        "/manifest.json",
+    }
+    visitor.page.close()
+    app.close()
+    proxy.shutdown()
+    proxy.server_close()

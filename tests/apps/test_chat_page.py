@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import psutil
 import pytest
 from scripted import ScriptedService
 
-from apps.chat import EXAMPLES, build_app, examples_for, launch, main
+from apps.chat import EXAMPLES, build_app, examples_for, launch, main, read_logins
 from apps.conversation import Conversation
-from apps.panel import panel_text
+from apps.panel import Panel, Sight
 from workbench.base import DeploymentError, RequestError
 from workbench.deployment import RankStats
-from workbench.serving import EngineStats
+from workbench.profiling import ExpertLoad
+from workbench.profiling.experts import LayerLoad
+from workbench.serving import EngineStats, RecentTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,36 +90,92 @@ def rank_stats(rank: int, *, device_bytes: int | None) -> RankStats:
     )
 
 
-def test_the_panel_has_the_figures_of_the_engine_and_of_each_rank() -> None:
-    class Busy:
-        def stats(self) -> EngineStats:
-            return EngineStats(
-                num_waiting=7, num_running=3, num_free_slots=1, num_steps=1234, num_aborted=2, num_cached_tokens=512,
-                num_drafted=8, num_accepted=6,
-            )  # fmt: skip
+class Busy:
+    num_generated = 1000
 
-    ranks = [rank_stats(0, device_bytes=None), rank_stats(1, device_bytes=9_000_000)]
-    lines = panel_text(Busy(), lambda: ranks).splitlines()
-    assert lines[:2] == ["| engine | now |", "|---|---|"]
-    told = dict(line.strip("| ").split(" | ") for line in lines[2:])
-    assert told["answers under way"] == "3 of 4"
-    assert (told["waiting"], told["steps"], told["prompt tokens not read again"]) == ("7", "1,234", "512")
-    assert told["guesses that held"] == "75% of 8"
-    assert (told["rank 0 (cpu)"], told["rank 1 (card)"]) == ("3 MB", "9 MB")
-    assert told["rank 1, cache"] == "70 kB"
-    assert "guesses" not in panel_text(Idle())
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=7, num_running=3, num_free_slots=1, num_steps=1234, num_aborted=2, num_cached_tokens=512,
+            num_drafted=8, num_accepted=6, num_prompt_tokens=2048, num_generated=self.num_generated,
+        )  # fmt: skip
+
+    def recent(self) -> RecentTimes:
+        return RecentTimes(first_token_s=(0.25,), token_gap_s=(*[0.02] * 98, 0.5, 0.75), window_s=180.0)
 
 
 class Idle:
     def stats(self) -> EngineStats:
         return EngineStats(num_waiting=0, num_running=0, num_free_slots=4, num_steps=0, num_aborted=0)
 
+    def recent(self) -> RecentTimes:
+        return RecentTimes()
+
+
+def told(text: str) -> dict[str, str]:
+    lines = text.splitlines()
+    assert lines[:2] == ["| engine | now |", "|---|---|"]
+    return dict(line.strip("| ").split(" | ") for line in lines[2:])
+
+
+def test_the_panel_has_the_figures_of_the_engine_and_of_each_rank() -> None:
+    ranks = [rank_stats(0, device_bytes=None), rank_stats(1, device_bytes=9_000_000)]
+    now, busy = [10.0], Busy()
+    panel = Panel(service=busy, runs_on="tp2 on 2 ranks", ranks=lambda: ranks, clock=lambda: now[0])
+    text, sight = panel.look()
+    rows = told(text)
+    assert rows["layout"] == "tp2 on 2 ranks"
+    assert rows["answers under way"] == "3 of 4"
+    assert (rows["waiting"], rows["steps"]) == ("7", "1,234")
+    assert rows["first token, p50 and p99"] == "250 ms, 250 ms"
+    assert rows["between tokens, p50 and p99"] == "20 ms, 500 ms"
+    assert rows["of the last"] == "180 s"
+    assert rows["prefix hits"] == "25% of 2,048 prompt tokens"
+    assert rows["guesses that held"] == "75% of 8"
+    assert (rows["rank 0 (cpu)"], rows["rank 1 (card)"]) == ("3 MB", "9 MB")
+    assert rows["rank 1, cache"] == "70 kB"
+    assert "tokens a second" not in rows, "there is nothing yet to take a rate from"
+
+    now[0], busy.num_generated = 12.0, 1090
+    text, sight = panel.look(sight)
+    assert told(text)["tokens a second"] == "45.0 over 2 s"
+    assert sight == Sight(12.0, 1090)
+    now[0], busy.num_generated = 14.0, 5  # another engine
+    assert told(panel.look(sight)[0])["tokens a second"] == "0.0 over 2 s"
+
+
+def test_the_panel_of_an_idle_service_has_no_rows_for_what_has_not_happened() -> None:
+    rows = told(Panel(service=Idle()).look()[0])
+    assert {"guesses that held", "prefix hits", "first token, p50 and p99", "of the last", "layout"}.isdisjoint(rows)
+    assert rows["answers under way"] == "0 of 4"
+
+
+def test_experts_are_asked_for_only_while_somebody_wants_to_see_them(service: ScriptedService) -> None:
+    loads = [ExpertLoad(layers=(LayerLoad(layer=3, counts=counts),)) for counts in ((0, 0), (1, 5))]
+    asked: list[int] = []
+
+    def experts() -> ExpertLoad:
+        asked.append(1)
+        return loads[min(len(asked), 2) - 1]
+
+    panel = Panel(service=Busy(), experts=experts)
+    figures = handlers(build_app(service, facts="", panel=panel))["figures"]
+    _, sight, heat = figures(None, False)
+    assert (heat, asked) == ("", [])
+    assert figures(sight, True)[2] == "Ranks count from now on."
+    heat = figures(sight, True)[2]
+    assert heat.startswith("<svg")
+    assert "busiest: 1.7 times its share, layer 3" in heat
+    assert Panel(service=Busy()).heat() == "No experts to look at."
+
 
 def test_the_panel_says_why_it_has_no_figures_and_a_page_without_one_has_no_side(service: ScriptedService) -> None:
-    def lost() -> str:
+    def lost() -> list[RankStats]:
         raise DeploymentError("rank 1 died")
 
-    assert "rank 1 died" in handlers(build_app(service, facts="", panel=lost))["figures"]()
+    page = handlers(build_app(service, facts="", panel=Panel(service=Busy(), ranks=lost)))
+    text, sight, heat = page["figures"](None, True)
+    assert "rank 1 died" in text
+    assert (sight, heat) == (None, "")
     assert "figures" not in handlers(build_app(service, facts=""))
 
 
@@ -176,6 +235,54 @@ def test_server_gives_away_no_files_and_no_private_events(url: str) -> None:
         assert config["analytics_enabled"] is False
 
 
+@pytest.mark.filterwarnings("ignore::pandas.errors.Pandas4Warning")  # gradio's own use of pandas
+def test_a_picture_is_an_upload_of_the_page_and_never_a_file_of_the_machine(app: gr.Blocks, url: str) -> None:
+    """Names of uploads that climb lose their way, and a question that names a file of the host is refused."""
+    (accept,) = (number for number, block in app.fns.items() if block.fn is not None and block.fn.__name__ == "accept")
+    with httpx.Client(base_url=url, timeout=30) as client:
+        (stored,) = client.post("/gradio_api/upload", files={"files": ("../../../../etc/x.png", b"x")}).json()
+        assert stored.startswith(tempfile.gettempdir())
+        assert ".." not in stored
+        for path in ("/etc/passwd", str(ROOT / "pyproject.toml"), stored + "/../../../../../etc/passwd"):
+            question = {"text": "What?", "files": [{"path": path, "meta": {"_type": "gradio.FileData"}}]}
+            asked = {"data": [question, None], "fn_index": accept, "session_hash": "stranger"}
+            assert client.post("/gradio_api/queue/join", json=asked).status_code == 200
+            with client.stream("GET", "/gradio_api/queue/data", params={"session_hash": "stranger"}) as events:
+                said = "".join(events.iter_text())
+            assert '"success":false' in said, said
+            assert "root:" not in said
+        question["files"] = [{"path": stored, "meta": {"_type": "gradio.FileData"}}]
+        client.post("/gradio_api/queue/join", json=asked)
+        with client.stream("GET", "/gradio_api/queue/data", params={"session_hash": "stranger"}) as events:
+            assert '"success":true' in "".join(events.iter_text()), "an upload of the page is taken"
+
+
+def test_with_logins_nothing_is_shown_to_anybody_else(service: ScriptedService, tmp_path: Path) -> None:
+    (tmp_path / "logins").write_text("ann:word:with colon\n\nbob:other\n")
+    logins = read_logins(tmp_path / "logins")
+    assert logins == [("ann", "word:with colon"), ("bob", "other")]
+    app = build_app(service, facts="secret facts")
+    url = launch(app, wait=False, logins=logins)
+    with httpx.Client(base_url=url, timeout=30) as client:
+        assert "secret facts" not in client.get("/").text
+        assert client.get("/config").status_code == 401
+        assert client.post("/gradio_api/upload", files={"files": ("a.png", b"x")}).status_code == 401
+        assert client.post("/login", data={"username": "ann", "password": "other"}).status_code == 400
+        assert client.post("/login", data={"username": "bob", "password": "other"}).status_code == 200
+        assert "secret facts" in client.get("/config").text
+    app.close()
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "no login"), ("ann:\n", "line 1"), ("ann:x\nhunter2\n", "line 2")])
+def test_an_unusable_file_of_logins_is_refused_and_not_repeated(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "logins").write_text(text)
+    with pytest.raises(RequestError, match=message) as caught:
+        read_logins(tmp_path / "logins")
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(RequestError, match="cannot be read"):
+        read_logins(tmp_path / "none")
+
+
 def test_too_large_an_upload_is_refused(url: str) -> None:
     with httpx.Client(base_url=url, timeout=30) as client:
         small = client.post("/gradio_api/upload", files={"files": ("a.png", b"x" * 1000)})
@@ -190,6 +297,9 @@ def test_too_large_an_upload_is_refused(url: str) -> None:
         (["--model", "no/such/folder"], "no/such/folder"),
         (["--model", str(ROOT / "data" / "k3-tiny"), "--ranks", "23"], "no layout of 23 ranks"),
         (["--model", str(ROOT / "data" / "k3-tiny"), "--layout", "tq2"], "layout 'tq2' is not readable"),
+        (["--url", "127.0.0.1:8000"], "not the address of a server"),
+        (["--url", "http://127.0.0.1:9/v1"], "cannot be reached"),
+        (["--login-file", "no/such/file"], "cannot be read"),
     ],
 )
 def test_unusable_arguments_end_with_one_line(arguments: list[str], message: str) -> None:

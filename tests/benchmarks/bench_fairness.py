@@ -3,9 +3,11 @@
     python tests/benchmarks/bench_fairness.py [--model data/k3-nano] [--rounds 5] [--long-tokens 32000]
                                               [--images 20] [--image-size 896x896] [--only alone pictures]
 
-A server (fp32, `--slots` sequences, `--step-tokens` a step) answers a short question again and again: alone, then each
-time while a prompt of `--long-tokens` tokens is being read, then while one with `--images` pictures is. A short answer
-counts only where the crowd was under way from before its question to after its last token.
+A server (fp32, `--slots` sequences, `--step-tokens` a step) answers a short question again and again: alone, then while
+a prompt of `--long-tokens` tokens is being read, then while one with `--images` pictures is. The crowd is read once by
+itself, then once more with the short questions spread over it, from its beginning to where `--deepest` of it is read,
+and given up after the last. A short answer counts only where the crowd was under way from before its question to after
+its last token.
 
     one step      the longest step (with the picture encoded before it) of the crowd alone, nobody else asking
     gap bound     99 in 100 gaps between tokens of the short answer <= twice those alone, and one step
@@ -24,7 +26,6 @@ import math
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from workbench.spec import read_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE, LONG, PICTURES = "alone", "long prompt", "pictures"
+FIELDS = {"ignore_eos": True}
 SHORT = "shard rank layer expert router token cache state kernel stream weight tensor batch stage layout node link"
 
 
@@ -76,6 +78,7 @@ class ShortAnswer:
     gaps: tuple[float, ...]
     num_steps: int  # from the question to its first token
     num_prompt: int
+    depth: int = 0  # tokens of the crowd that were read by then
 
 
 def main() -> None:
@@ -88,6 +91,9 @@ def main() -> None:
     parser.add_argument("--image-size", default="896x896", metavar="WxH")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--step-tokens", type=int, default=512)
+    parser.add_argument(
+        "--deepest", type=float, default=0.75, help="part of the crowd read when the last question comes"
+    )
     parser.add_argument("--only", nargs="+", choices=(LONG, PICTURES), default=(LONG, PICTURES))
     args = parser.parse_args()
     device = default_device()
@@ -112,11 +118,23 @@ def main() -> None:
         with bench.service, HttpServer(bench.service, bench.settings) as server:
             bench.connect(server.url)
             records = [bench.alone()] + [bench.behind(name, crowds[name]) for name in args.only]
-    columns = ("behind", "answers", "first token", "steps to it", "gap p50", "gap p99", "one step", "gap bound", "kept")
+    columns = (
+        "behind",
+        "answers",
+        "asked at",
+        "first token",
+        "steps to it",
+        "gap p50",
+        "gap p99",
+        "one step",
+        "gap bound",
+        "kept",
+    )
     rows = tuple(
         (
             each["behind"],
             each["answers"],
+            f"{each['depths'][0]:,} to {each['depths'][-1]:,}" if each["depths"] else None,
             human(each["first_s"], "s") if each["answers"] else None,
             f"{each['most_steps']} of {each['steps_bound']}",
             human(each["gap_p50_s"], "s") if each["answers"] else None,
@@ -143,19 +161,18 @@ class Bench:
         )
         self.settings = ServerSettings(model="model", port=0, max_images=max(16, args.images))
         self.unloaded: Percentiles | None = None
-        self.target: ServerTarget | None = None
 
     def connect(self, url: str) -> None:
-        self.target = ServerTarget(RemoteService(url), fields={"ignore_eos": True})
+        self.remote = RemoteService(url)
+        self.target = ServerTarget(self.remote, fields=FIELDS)
         self.short()  # the first request loads code
 
     def ask(self, question: Question) -> RequestTiming:
-        assert self.target is not None
         timing = self.target.ask(question)
         assert not timing.error, timing.error
         return timing
 
-    def short(self) -> ShortAnswer:
+    def short(self, depth: int = 0) -> ShortAnswer:
         timing = self.ask(Question(text=SHORT, max_tokens=self.args.answer_tokens))
         assert timing.first_token_s is not None
         first_at = timing.submitted_s + timing.first_token_s
@@ -163,8 +180,13 @@ class Bench:
         # Markup is no text: where the first text comes with the second token, the first came a step earlier.
         num_steps -= next(count for _, count in timing.arrivals if count) - 1
         gaps = tuple(gap for gap, count in timing.gaps for _ in range(count))
-        num_prompt = timing.num_prompt_tokens
-        return ShortAnswer(first_s=timing.first_token_s, gaps=gaps, num_steps=num_steps, num_prompt=num_prompt)
+        return ShortAnswer(
+            first_s=timing.first_token_s,
+            gaps=gaps,
+            num_steps=num_steps,
+            num_prompt=timing.num_prompt_tokens,
+            depth=depth,
+        )
 
     def alone(self) -> dict[str, object]:
         answers = [self.short() for _ in range(self.args.rounds)]
@@ -174,23 +196,38 @@ class Bench:
     def behind(self, name: str, crowd: Question) -> dict[str, object]:
         """Short answers while the crowd is read, after the crowd was read once with nobody else there."""
         self.runner.steps.clear()
-        self.ask(crowd)
+        began = time.perf_counter()
+        total = self.ask(crowd).num_prompt_tokens
         one_step_s = max(seconds for _, seconds in self.runner.steps)
+        typical_s = statistics.median(seconds for _, seconds in self.runner.steps)
+        print(
+            f"{name}: {total:,} tokens alone in {time.perf_counter() - began:.1f} s, {len(self.runner.steps)} steps, "
+            f"half of them within {human(typical_s, 's')}, the longest {human(one_step_s, 's')}"
+        )
+        self.runner.steps.clear()
+        # From here, since a reply that has not begun cannot be closed: its head comes before its first token.
+        reply = self.remote.stream(crowd.text, crowd.images, max_tokens=crowd.max_tokens, fields=FIELDS)
+        while self.service.stats().num_waiting:
+            time.sleep(0.001)
         answers: list[ShortAnswer] = []
-        for _ in range(self.args.rounds):
-            if len(answers) >= self.args.rounds:
+        for number in range(self.args.rounds):
+            wanted = round(total * self.args.deepest * number / max(1, self.args.rounds - 1))
+            while (depth := self.depth()) is not None and depth < wanted:
+                time.sleep(0.002)
+            if depth is None:
                 break
-            self.runner.steps.clear()
-            reading = threading.Thread(target=self.ask, args=(crowd,))
-            reading.start()
-            while not self.runner.steps and reading.is_alive():
-                time.sleep(0.001)
-            while reading.is_alive() and len(answers) < self.args.rounds:
-                each = self.short()
-                if reading.is_alive():
-                    answers.append(each)
-            reading.join()
+            each = self.short(depth)
+            if self.depth() is not None:
+                answers.append(each)
+        reply.close()
+        while self.service.stats().num_running:
+            time.sleep(0.01)
         return self.record(name, answers, one_step_s=one_step_s)
+
+    def depth(self) -> int | None:
+        """Tokens read of the one long prompt that is there, or None where it is not there."""
+        reading = [each for each in self.service.engine.scheduler.running[0] if each.num_unread]
+        return max((each.num_cached for each in reading), default=None)
 
     def record(self, name: str, answers: Sequence[ShortAnswer], *, one_step_s: float | None) -> dict[str, object]:
         gaps = Percentiles.of([gap for each in answers for gap in each.gaps])
@@ -205,6 +242,7 @@ class Bench:
         return {
             "behind": name,
             "answers": len(answers),
+            "depths": [each.depth for each in answers] if name != ALONE else [],
             "first_s": statistics.median(each.first_s for each in answers) if answers else None,
             "most_steps": max((each.num_steps for each in answers), default=0),
             "steps_bound": max(bounds, default=0),

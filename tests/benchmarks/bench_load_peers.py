@@ -35,6 +35,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from qwen3_moe_files import qwen3_moe_config, shards, write_qwen3_moe
+
 MIB = 1 << 20
 CALL_BYTES = 8 * MIB  # as workbench.loading.schedule.BATCH_BYTES
 THREADS = 4  # as workbench.loading.schedule.READERS
@@ -57,10 +59,6 @@ WAYS = {
 PEERS = ("safetensors", "transformers", "accelerate", "runai")
 kept: list[Any] = []  # what a run has loaded: giving it back is no part of a load
 PAIRS = {"ours tp2/ep2": "ours", "raw of two": "raw"}  # two processes at once
-
-
-def shards(root: Path) -> list[Path]:
-    return sorted(root.glob("*.safetensors"))
 
 
 # --- one run, in a process of its own -------------------------------------------------------------------------------
@@ -240,42 +238,14 @@ def run_way(way: str, root: Path, rank: int, world: int) -> None:
 
 
 def make_checkpoint(root: Path, num_bytes: int) -> None:
-    """A folder of about so many bytes, by the list of tensors that the family publishes."""
-    import torch
-    from safetensors.torch import save_file
-
-    from workbench.spec import parse_config, published_tensors
-
+    """A folder of about so many bytes."""
     expert_bytes, table_bytes = 2 * 3 * EXPERT_WIDTH * HIDDEN, 2 * 2 * VOCAB * HIDDEN
     layers = max(2, round(num_bytes / 640e6))
     experts = max(4, round((num_bytes - table_bytes) / layers / expert_bytes / 2) * 2)
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
-        "bos_token_id": 3, "eos_token_id": 5, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
-        "hidden_size": HIDDEN, "intermediate_size": 6144, "max_position_embeddings": 40960, "mlp_only_layers": [],
-        "moe_intermediate_size": EXPERT_WIDTH, "norm_topk_prob": True, "num_attention_heads": 16,
-        "num_experts": experts, "num_experts_per_tok": 4, "num_hidden_layers": layers, "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": VOCAB,
-    }  # fmt: skip
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "config.json").write_text(json.dumps(config))
-    values = torch.randn(VOCAB * HIDDEN + (1 << 20), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    files: dict[int, dict[str, torch.Tensor]] = {}
-    for number, tensor in enumerate(published_tensors(parse_config(config))):
-        begin = number * 7919 % (1 << 20)
-        size = torch.Size(tensor.shape).numel()
-        layer = layers if tensor.layer is None else tensor.layer
-        files.setdefault(layer, {})[tensor.name] = values[begin : begin + size].view(tensor.shape)
-    weight_map, shapes = {}, {}
-    for number, own in sorted(files.items()):
-        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        save_file({key: x.clone() for key, x in own.items()}, root / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(own, name)
-        shapes |= {key: list(x.shape) for key, x in own.items()}
-    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (root / "shapes.json").write_text(json.dumps(shapes))
-    os.sync()
+    config = qwen3_moe_config(
+        hidden=HIDDEN, layers=layers, experts=experts, expert_width=EXPERT_WIDTH, heads=16, kv_heads=4, vocab=VOCAB
+    )
+    write_qwen3_moe(root, config)
 
 
 def set_cache(root: Path, state: str) -> None:

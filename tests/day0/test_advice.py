@@ -52,7 +52,7 @@ def test_commands_can_be_run_as_they_stand(gate_id: str) -> None:
     found = commands(steps)
     for words in found:
         args = _parser().parse_args(words[1:])
-        assert str(getattr(args, "path", "/data/my model")) in ("/data/my model", "http://127.0.0.1:8000/v1")
+        assert str(getattr(args, "path", "/data/my model")) in ("/data/my model", "ADDRESS/v1")
     assert found or gate_id == "answers.looks"
 
 

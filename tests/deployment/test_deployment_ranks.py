@@ -289,6 +289,37 @@ def test_guesses_that_hold_in_part_leave_the_answers_of_two_ranks_as_they_are(pa
     assert 0 < stats.num_accepted < stats.num_drafted
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2),
+        pytest.param(Layout(tp=2), marks=pytest.mark.slow),
+        pytest.param(Layout(dp=2, ep=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_all_ranks_follow_the_same_tables_of_a_pool_too_small_for_all_at_once(golden_root, prompts, layout):
+    sizes = {"num_slots": 4, "max_tokens": 63, "cache_tokens": 63, "num_snapshots": 1}
+    with Deployment.start(golden_root, layout, precision="fp32", **sizes) as deployment:
+        cache_bytes = [stats.cache_bytes for stats in deployment.stats()]
+        engine = Engine(deployment, step_tokens=24, prefix_pages=6, page_tokens=3)
+        asked = [*[prompts["p7"]] * 5, *[prompts["p1"]] * 3] * layout.dp
+        generations = [
+            engine.submit(GenerationRequest(token_ids=tuple(p["token_ids"]), sampling=SamplingParams(max_tokens=16)))
+            for p in asked
+        ]
+        while engine.step_once():
+            engine.scheduler.check()
+            engine.scheduler.check_pages()
+        assert engine.error is None
+        assert [[event.token_id for event in each] for each in generations] == [p["greedy_fp32"] for p in asked]
+        stats = engine.stats()
+        assert stats.num_preempted > 0
+        assert stats.num_cached_tokens > 0
+        ranks = deployment.stats()
+        assert [each.cache_bytes for each in ranks] == cache_bytes
+
+
 @pytest.mark.slow
 def test_answers_of_two_ranks_do_not_depend_on_their_company(pair):
     report = check_invariance(pair, invariance_requests(pair.spec, pair.info), tolerance=tolerance_of("fp32"))

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workbench.nn import Precision, Segments, SingleRank, StateCache, TokenBatch
-from workbench.nn.cache import Page
 from workbench.nn.delta_net import DeltaNet
 from workbench.placement import Layout
 from workbench.planner.memory import CacheNeed, cache_need
@@ -101,12 +100,12 @@ def test_tentative_tokens_move_the_state_only_once_they_came_true(block: DeltaNe
     assert_near(block(x[8:], Segments(batch_of([(1, 8, [0] * 4)])), cache), reference(block, x)[8:], 1e-10)
 
 
-def test_pages_keep_and_restore_the_state(block: DeltaNet) -> None:
+def test_snapshots_keep_and_restore_the_state(block: DeltaNet) -> None:
     x, cache = draw(9), new_cache()
     block(x[:7], Segments(batch_of([(0, 0, [0] * 7)])), cache)
-    page: Page = cache.keep(0, 0, 7)
+    snapshot = cache.keep(0)
     block(draw(1, seed=8), Segments(batch_of([(0, 7, [0])])), cache)
-    cache.restore(2, [page])
+    cache.restore(2, snapshot)
     assert_near(block(x[7:], Segments(batch_of([(2, 7, [0, 0])])), cache), reference(block, x)[7:], 1e-10)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from workbench.base import RequestError
 from workbench.nn import Precision, Segments
-from workbench.nn.cache import Page
 from workbench.nn.gqa import GQA, attend, attention_reference
 from workbench.nn.norm import AcrossHeadsRMSNorm
 from workbench.nn.rotary import image_positions, rotary_table, rotate, rotate_reference
@@ -142,7 +141,7 @@ def test_the_norm_across_heads_counts_heads_that_two_ranks_share_once() -> None:
     assert_near(shared(x), alone(x))
 
 
-def test_pages_keep_and_restore_keys_and_values() -> None:
+def test_pages_share_keys_and_values() -> None:
     from workbench.nn import StateCache
     from workbench.spec import parse_config
 
@@ -154,13 +153,17 @@ def test_pages_keep_and_restore_keys_and_values() -> None:
     cache = StateCache(parse_config(config), range(2), num_slots=2, max_tokens=9, dtype=torch.float64)
     slots, positions = torch.tensor([0] * 5), torch.arange(5)
     keys, values = draw(5, 1, 6), draw(5, 1, 6, seed=4)
+    cache.use_pages(3)
+    cache.extend(0, 0, [4, 1])
     for layer in range(2):
         cache.append_kv(layer, slots, positions, keys + layer, values)
-    pages: list[Page] = [cache.keep(0, 0, 3), cache.keep(0, 3, 5)]
-    cache.restore(1, pages)
+    cache.pages.seal(0, 0, 6)
+    cache.extend(1, 0, [4, 1, 5], num_shared=2)
     assert torch.equal(cache.kv_view(1, 1, 5)[0], keys + 1)
     assert torch.equal(cache.kv(0, torch.tensor([1, 0]), 5)[1], torch.stack([values, values]))
     cache.reset(0)
+    assert torch.equal(cache.kv_view(1, 1, 5)[0], keys + 1)
+    cache.use_pages(0)
     assert not cache.kv_view(0, 0, 9)[0].any()
     assert cache.num_bytes == 2 * 2 * 9 * (6 + 6) * 8
 

@@ -71,7 +71,7 @@ def test_a_row_without_numbers_stays_one_and_does_not_reach_others(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["auto", *CODED])
-def test_a_table_keeps_rows_at_slot_and_position_and_copies_of_them(name: str) -> None:
+def test_a_table_keeps_rows_at_slot_and_position(name: str) -> None:
     table = RowTable((3, 6, 2, 5), dtype=torch.float32, device="cpu", form=row_format(name))
     rows = draws(4, 2, 5)
     slots, positions = torch.tensor([2, 0, 2, 2]), torch.tensor([0, 3, 1, 2])
@@ -81,8 +81,9 @@ def test_a_table_keeps_rows_at_slot_and_position_and_copies_of_them(name: str) -
     assert torch.equal(table.of_slot(2, 3), known[[0, 2, 3]])
     assert torch.equal(table.first(torch.tensor([0, 2]), 4)[0, 3], known[1])
     assert torch.equal(table.dense()[2, :3], known[[0, 2, 3]])
-    table.paste(1, [table.copy(2, 0, 1), table.copy(2, 1, 3)])
-    assert torch.equal(table.of_slot(1, 3), known[[0, 2, 3]])
+    table.clear(slice(12, 14))  # the first two of slot 2
+    assert not table.of_slot(2, 2).any()
+    assert torch.equal(table.of_slot(2, 3)[2], known[3])
 
 
 def test_memory_is_half_of_bf16_and_a_scale() -> None:
@@ -115,10 +116,14 @@ def test_a_model_goes_on_from_coded_rows_and_pages_of_them(name: str) -> None:
     rounded.form = form_of(name)
     found = []
     for cache in (coded, rounded):
+        cache.use_pages(9)
+        cache.extend(1, 0, [5])
         logits = [model(batch_of([(1, 0, ids[:9])]), cache=cache)]
-        page = cache.keep(1, 0, 9)
+        cache.pages.seal(1, 0, 9)
+        snapshot = cache.keep(1)
         cache.reset(1)
-        cache.restore(3, [page])
+        cache.extend(3, 0, [5, 2, 7, 8], num_shared=1)
+        cache.restore(3, snapshot)
         logits += [model(batch_of([(3, 9 + i, [token])]), cache=cache) for i, token in enumerate(ids[9:20])]
         found.append(torch.cat([*logits, model(batch_of([(3, 20, ids[20:])]), cache=cache)]))
     assert torch.equal(found[0], found[1])

@@ -55,7 +55,7 @@ def test_a_check_fails_on_a_line_that_counts_and_only_on_those() -> None:
 def test_memory_of_real_ranks_is_predicted_to_the_byte(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", k3_config(num_experts=16, top_k=4))
     layout = Layout(pp=2, stages=(3, 5))
-    sizes = {"num_slots": 3, "max_tokens": 96, "kv_dtype": "fp8"}
+    sizes = {"num_slots": 3, "max_tokens": 96, "kv_dtype": "fp8", "cache_tokens": 200, "num_snapshots": 2}
     with Deployment.start(tmp_path / "model", layout, precision="mxfp4", **sizes) as deployment:
         check = check_deployment(
             deployment,
@@ -74,7 +74,9 @@ def test_memory_of_real_ranks_is_predicted_to_the_byte(tmp_path: Path) -> None:
     assert all(x.measured.value > 0 for x in times)
     assert not check.ok, "a toy machine of 400 TFLOP/s does not describe this one"
     by_role = [x for x in check.lines if x.what.startswith(("weights: ", "cache: "))]
-    assert {"weights: routed_expert", "weights: vision", "cache: latent", "cache: state"} <= {x.what for x in by_role}
+    assert {"weights: routed_expert", "weights: vision", "cache: latent", "cache: state", "cache: snapshots"} <= {
+        x.what for x in by_role
+    }
     assert all(x.predicted.value == x.measured.value > 0 for x in by_role), by_role
     whole = [x for x in check.lines if x.what == "the whole rank"]
     assert [x.counts for x in whole] == [False, False], "what the process takes was assumed"

@@ -53,6 +53,20 @@ def test_cached_rows_are_counted_as_they_are_allocated(kv_dtype: str) -> None:
     assert cache.num_bytes == sum(cache_need(spec, Layout(), layers, need, 2).values())
 
 
+@pytest.mark.parametrize("text", ["tp1", "tp2"])
+def test_a_pool_and_places_for_snapshots_are_counted_as_they_are_allocated(text: str) -> None:
+    spec, layers, layout = miniature(), range(8), Layout.parse(text)
+    sizes = {"num_slots": 3, "max_tokens": 50, "cache_tokens": 64, "num_snapshots": 5}
+    cache = StateCache(spec, layers, dtype=torch.bfloat16, tp_size=layout.tp, **sizes)  # type: ignore[arg-type]
+    need = CacheNeed(slots=3, max_tokens=50, cache_tokens=64, snapshot_places=5)
+    counted = cache_need(spec, layout, layers, need, 2)
+    assert sum(counted.values()) == cache.num_bytes
+    assert counted["snapshots"] == sum(x.nbytes for x in cache.snapshots.tensors) > 0
+    assert request_floor(spec, layout, layers, need, 2) == request_floor(
+        spec, layout, layers, CacheNeed(slots=3, max_tokens=50), 2
+    )
+
+
 def test_pages_round_tokens_up_and_snapshots_copy_the_state() -> None:
     spec = miniature()
     plain = cache_need(spec, Layout(), range(8), CacheNeed(slots=1, max_tokens=65), 2)

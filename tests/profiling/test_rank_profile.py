@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from workbench.base import DeploymentError
-from workbench.profiling import rank
+from workbench.nn.router import Router
+from workbench.profiling import expert_watch, rank
 from workbench.profiling.clocks import ClockSample
 from workbench.profiling.deployed import profile_of
 from workbench.serving import LocalRunner
@@ -127,3 +129,54 @@ def test_expert_counts_are_those_of_the_router(commands: Any) -> None:
     first = min(found.expert_counts)
     counts = torch.bincount(torch.cat([ids.flatten() for ids in seen]), minlength=router.spec.num_experts)
     assert found.expert_counts[first] == tuple(counts.tolist())
+
+
+def test_experts_are_counted_from_the_first_question_until_nobody_has_asked_for_long(commands: Any) -> None:
+    now = [0.0]
+    spec = commands.runner.model.spec
+    top_k = {layer.layer_idx: layer.ffn.top_k for layer in spec.layers if layer.is_moe}
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str, num_experts: int) -> Any:
+        seen[name] = torch.zeros(num_experts, dtype=torch.int64)
+
+        def add(_module: Any, _args: Any, out: tuple[Tensor, Tensor]) -> None:
+            seen[name] += torch.bincount(out[0].flatten(), minlength=num_experts)
+
+        return add
+
+    handles = [
+        module.register_forward_hook(note(name, module.spec.num_experts))
+        for name, module in commands.runner.model.named_modules()
+        if isinstance(module, Router)
+    ]
+    plain = tokens(commands, 5)
+    for counts in seen.values():
+        counts.zero_()
+
+    first = expert_watch.count(commands, clock=lambda: now[0])
+    assert {layer: sum(counts) for layer, counts in first.items()} == dict.fromkeys(top_k, 0)
+    assert tokens(commands, 5) == plain, "counting changes no answer"
+    now[0] = expert_watch.LEASE_S  # just in time
+    found = expert_watch.count(commands)
+    assert [found[layer] for layer in sorted(found)] == [tuple(counts.tolist()) for counts in seen.values()]
+    assert {layer: sum(counts) for layer, counts in found.items()} == {n: 9 * k for n, k in top_k.items()}
+
+    for handle in handles:
+        handle.remove()
+    now[0] *= 2.01
+    tokens(commands, 3)
+    assert not any(module._forward_hooks for module in commands.runner.model.modules()), "nobody asked, nothing counts"
+    again = expert_watch.count(commands, clock=lambda: now[0])
+    assert {layer: sum(counts) for layer, counts in again.items()} == dict.fromkeys(top_k, 0), "counted anew"
+    now[0] *= 2.0
+    tokens(commands, 1)
+
+
+def test_ranks_that_see_the_tokens_of_another_count_nothing(commands: Any) -> None:
+    ctx = SimpleNamespace(coords=SimpleNamespace(tp=1))
+    other = SimpleNamespace(extensions={}, loaded=SimpleNamespace(ctx=ctx, model=commands.runner.model))
+    assert expert_watch.count(other) == {}
+    assert other.extensions == {}
+    load = expert_watch.expert_load(SimpleNamespace(call=lambda function: [{1: (2, 3)}, {}, {1: (1, 0), 4: (0, 5)}]))
+    assert [(x.layer, x.counts) for x in load.layers] == [(1, (3, 3)), (4, (0, 5))]

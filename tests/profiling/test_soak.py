@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,10 @@ from serving_fakes import EchoRunner
 
 from workbench.base import ConfigError, DeploymentError, RequestError
 from workbench.profiling.soak import SoakCheck, SoakRecord, SoakSettings, Subject, memory_trend, soak
-from workbench.profiling.soak.memory import MemorySeries
+from workbench.profiling.soak.memory import MemorySeries, MemoryTrend
 from workbench.profiling.soak.pools import pool_faults
 from workbench.profiling.soak.questions import draw_questions, foreign_secrets
-from workbench.profiling.soak.run import _outage, _outage_check
+from workbench.profiling.soak.run import _memory_check, _outage, _outage_check
 from workbench.profiling.soak.users import Ledger
 from workbench.serving.http.gate import Gate
 from workbench.serving.scheduler import Scheduler
@@ -56,13 +57,21 @@ class ParrotRunner(EchoRunner):
         return out
 
     def text_of(self, replica: int, slot: int) -> list[int]:
-        held = [token for token in self.slots[replica, slot] if 0 <= token < 256]
-        return held[bytes(held).index(b"KEY-") :]
+        held = _bytes(self.slots[replica, slot])
+        return list(held[held.index(b"KEY-") :])
 
 
 def parrot(**options) -> ParrotRunner:
     """With a pause in every step: an answer that is there at once cannot be given up half way."""
     return ParrotRunner(**{"num_slots": 3, "max_tokens": 1200, "gate": lambda: time.sleep(0.001), **options})
+
+
+def _bytes(held: Sequence[int]) -> bytes:
+    return bytes(token for token in held if 0 <= token < 256)
+
+
+def _turn_bad(runner: Any, words: str) -> None:
+    runner.is_bad = runner.is_bad or words.startswith("measured")
 
 
 def subject_of(server: Served, **options: object) -> Subject:
@@ -107,6 +116,56 @@ def test_a_whole_prompt_of_somebody_else_is_a_leak():
     assert (len(ledger.leaks), len(ledger.wrong)) == (1, 1)
     assert other.secret in ledger.leaks[0]
     assert foreign_secrets(f"{mine.secret} {other.secret}", mine.secret) == [other.secret]
+
+
+def test_answers_of_the_neighbour_are_told_with_the_secret_that_was_in_them():
+    class Rotated(ParrotRunner):
+        is_bad = False
+
+        def text_of(self, replica: int, slot: int) -> list[int]:
+            others = [
+                s for (r, s), held in self.slots.items() if r == replica and s != slot and b"KEY-" in _bytes(held)
+            ]
+            return super().text_of(replica, others[0] if self.is_bad and others else slot)
+
+    runner = Rotated(num_slots=4, max_tokens=1200, gate=lambda: time.sleep(0.001))
+    with served(runner, max_waiting=20) as server:
+        subject = subject_of(server)
+        record = soak(subject, SoakSettings(**QUICK), tell=lambda words: _turn_bad(runner, words))
+    checks = {check.name: check for check in record.checks}
+    assert checks["no secret in another's answer"].verdict == "BAD", record.render()
+    assert " was told KEY-" in checks["no secret in another's answer"].found
+    assert not record.ok
+
+
+def test_a_request_that_fails_for_no_killed_rank_breaks_its_promise():
+    class Failing(ParrotRunner):
+        is_bad = False
+
+        def step(self, inputs):
+            if self.is_bad and len(self.steps) % 50 == 0:
+                self.steps.append(inputs)
+                raise ValueError("this step does not work")
+            return super().step(inputs)
+
+    runner = Failing(num_slots=1, max_tokens=1200, is_intact=True)
+    with served(runner, max_waiting=20) as server:
+        subject = subject_of(server)
+        record = soak(subject, SoakSettings(**QUICK), tell=lambda words: _turn_bad(runner, words))
+    (check,) = (check for check in record.checks if check.name == "no request fails")
+    assert check.verdict == "BAD", record.render()
+    assert "the model failed on this request" in check.found
+
+
+def test_answers_that_are_all_alike_prove_nothing():
+    class Monotone(ParrotRunner):
+        def text_of(self, replica: int, slot: int) -> list[int]:
+            return list(b"yes ")
+
+    with served(Monotone(num_slots=3, max_tokens=1200), max_waiting=20) as server:
+        record, checks = soaked(server, max_answer_tokens=4)
+    assert checks["answers can be told apart"].verdict == "not shown"
+    assert not record.ok
 
 
 def test_half_an_answer_must_be_the_beginning_of_the_right_one():
@@ -202,6 +261,22 @@ def test_memory_that_grows_is_told_from_memory_that_rises_once_and_from_noise():
     assert leak.bytes_per_s == pytest.approx(mib / 2, rel=0.1)
     short = MemorySeries(name="rank 0", pid=7, times_s=(0.0, 1.0), num_bytes=(1, 10**9))
     assert memory_trend(short).is_flat is None
+
+
+def test_a_rank_that_lived_a_short_time_is_not_judged_and_its_successor_is():
+    def trend(name: str, num_samples: int, growth_mib: float) -> MemoryTrend:
+        return MemoryTrend(
+            name=name, num_samples=num_samples, median_bytes=3e8, bytes_per_s=1e3, growth_bytes=growth_mib * 2**20
+        )
+
+    killed = SoakSettings(kill_after_s=60.0)
+    server, old, new = trend("server", 120, 0.1), trend("rank 0", 30, 50.0), trend("rank 0", 90, 0.2)
+    check = _memory_check([server, old, new], killed)
+    assert (check.verdict, check.found) == ("good", "a minute: server 60 kB, rank 0 60 kB")
+    assert _memory_check([server, old, trend("rank 0", 90, 50.0)], killed).verdict == "BAD"
+    assert _memory_check([server, trend("rank 0", 120, 50.0)], SoakSettings()).verdict == "BAD"
+    assert _memory_check([server, trend("rank 0", 10, 0.0)], SoakSettings()).verdict == "not shown"
+    assert _memory_check([], killed).verdict == "not shown"
 
 
 def test_a_list_that_grows_with_every_step_shows_in_the_memory_of_its_process():

@@ -36,11 +36,13 @@ class EchoRunner:
         is_intact: bool = False,
         bad_images: Collection[str] = (),
         bad_token: int | None = None,
+        cache_tokens: int = 0,
     ) -> None:
         self.info = RunnerInfo(
             dp=dp,
             num_slots=num_slots,
             max_tokens=max_tokens,
+            cache_tokens=cache_tokens,
             vocab_size=10_000,
             has_vision=has_vision,
             stop_ids=(9999,),
@@ -120,6 +122,62 @@ class EchoRunner:
 
     def close(self) -> None:
         self.calls.append(("close", None))
+
+
+class PoolRunner(EchoRunner):
+    """Remembers tokens in the rows of a pool, where the steps' tables say, and in a state of fixed size beside them.
+
+    What it answers is read back from these rows. `state` is the sum of all tokens so far, which cannot be cut back.
+    """
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.rows = [[-1] * self.info.num_rows for _ in range(self.info.dp)]
+        self.tables: dict[tuple[int, int], list[int]] = {}
+        self.states: dict[tuple[int, int], int] = {}
+        self.most_pages = 0  # that the slots of one step had, each page counted once
+
+    def reset_slot(self, replica: int, slot: int) -> None:
+        self.tables[replica, slot], self.states[replica, slot] = [], 0
+        self.prompt_sizes.pop((replica, slot), None)
+
+    def step(self, inputs: Sequence[StepInput]) -> list[list[SampledToken]]:
+        if self.gate is not None:
+            self.gate()
+        self.steps.append(inputs)
+        return [self._step(replica, steps) for replica, steps in enumerate(inputs)]
+
+    def _step(self, replica: int, steps: StepInput) -> list[SampledToken]:
+        rows, tokens = self.rows[replica], []
+        for step in steps:
+            table = self.tables[replica, step.slot]
+            assert len(table) == step.first_page, f"slot {step.slot} has {len(table)} pages, not {step.first_page}"
+            table += step.pages
+        for step in steps:
+            place, size = (replica, step.slot), step.pool_page_tokens
+            table = self.tables[place]
+            at = [page * size + i for page in table for i in range(size)]
+            for key in step.restore:
+                self.states[place] = self.pages[replica][key][0]
+            assert sum(rows[row] for row in at[: step.start]) == self.states[place], "rows and state disagree"
+            if self.bad_token in step.token_ids:
+                raise ValueError(f"token {self.bad_token} breaks the step")
+            others = {page for each in steps if each is not step for page in self.tables[replica, each.slot]}
+            for i, token in enumerate(step.token_ids):
+                position = step.start + i
+                assert table[position // size] not in others, "a page that others read is written"
+                rows[at[position]] = token
+                self.states[place] += token if i < len(step.token_ids) - len(step.drafts) else 0
+            if step.save:
+                assert (step.start + len(step.token_ids)) % step.page_tokens == 0, "a page that ends inside"
+                self.pages[replica][step.save] = [self.states[place]]
+            if step.sample is not None:
+                length = step.start + len(step.token_ids) - len(step.drafts)
+                size = self.prompt_sizes.setdefault(place, length - step.step_idx)
+                tokens.append(SampledToken(token_id=rows[at[step.step_idx % size]], logprob=-0.5))
+        held = {page for step in steps for page in self.tables[replica, step.slot]}
+        self.most_pages = max(self.most_pages, len(held))
+        return tokens
 
 
 def echo_of(prompt: Sequence[int], num_tokens: int) -> list[int]:

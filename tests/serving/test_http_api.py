@@ -369,6 +369,8 @@ def test_common_beginnings_are_counted_and_shared_by_the_holder_of_a_key_alone()
         text = server.get("/metrics").body.decode()
     assert cached == [0, 24, 0]
     assert "workbench_prefix_cached_tokens_total 24.0" in text
+    assert "workbench_pool_pages_used 6.0" in text, "three pages of each holder"
+    assert "workbench_pool_pages_free 1869.0" in text
 
 
 def test_the_alphabet_of_the_fakes_is_bytes():

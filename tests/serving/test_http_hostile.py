@@ -223,6 +223,32 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
+def jpeg_bomb(side: int = 65_500) -> bytes:
+    """A JPEG of a few bytes whose frame header claims a size."""
+    data = bytearray(saved(noise(), "JPEG"))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = struct.pack(">HH", side, side)
+    return bytes(data)
+
+
+def webp_bomb(kind: str) -> bytes:
+    """A WebP that claims the largest size of its kind: 14 bits a side in the picture, 24 in the canvas around it."""
+    data = bytearray(saved(noise(), "WEBP", lossless=True))
+    if kind == "picture":
+        head = data.index(b"VP8L") + 9
+        data[head : head + 4] = struct.pack("<I", 16_383 | 16_383 << 14)
+        return bytes(data)
+    canvas = b"VP8X" + struct.pack("<I", 10) + bytes(4) + b"\xff" * 6
+    whole = b"WEBP" + canvas + bytes(data[12:])
+    return b"RIFF" + struct.pack("<I", len(whole)) + whole
+
+
+def gif_bomb() -> bytes:
+    data = bytearray(saved(noise(), "GIF"))
+    data[6:10] = struct.pack("<HH", 65_535, 65_535)
+    return bytes(data)
+
+
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
@@ -252,6 +278,10 @@ REFUSED = {
     "png beyond all": png_header(2**31 - 1, 2**31 - 1),
     "png without rows": png_header(0, 10),
     "png of empty data": png_header(64, 64),
+    "jpeg pixel bomb": jpeg_bomb(),
+    "webp pixel bomb": webp_bomb("picture"),
+    "webp canvas bomb": webp_bomb("canvas"),
+    "gif pixel bomb": gif_bomb(),
     "truncated png": saved(noise(), "PNG")[:300],
     "truncated jpeg": saved(noise(), "JPEG")[:400],
     "truncated webp": saved(noise(), "WEBP")[:200],

@@ -82,8 +82,8 @@ def test_a_slot_that_is_not_cleared_is_found_by_the_order_of_slots(runner, reque
 def test_a_page_with_the_state_of_another_moment_is_found_from_kept_pages(runner, requests, monkeypatch):
     keep = StateCache.keep
 
-    def late(self, slot, start, stop):
-        page = keep(self, slot, start, stop)
+    def late(self, slot):
+        page = keep(self, slot)
         for state in page.state.values():
             state.mul_(0.5)
         return page

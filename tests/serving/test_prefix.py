@@ -192,7 +192,8 @@ def test_many_requests_with_common_beginnings_at_once_each_get_their_own_answer(
         if number not in (3, 17, 40):
             assert [event.token_id for event in generation] == echo_of(prompt, 25)
     assert engine.stats().num_cached_tokens > 100
-    assert all(not index._pins for index in engine.scheduler._prefixes), "nothing stays pinned"
+    assert all(not cache.index._pins for cache in engine.scheduler._caches), "nothing stays pinned"
+    engine.scheduler.check_pages()
 
 
 def test_a_page_whose_key_left_out_the_picture_would_be_noticed(monkeypatch):

@@ -97,6 +97,12 @@ def cache_arguments(parser: argparse.ArgumentParser) -> None:
         help="how rows of tokens are cached (default auto: as they are computed; else one byte a value)",
     )
     parser.add_argument(
+        "--cache-tokens",
+        type=count,
+        metavar="N",
+        help="let the slots of a replica share a cache of N tokens (default: each has room for its longest sequence)",
+    )
+    parser.add_argument(
         "--expert-memory",
         type=size,
         metavar="SIZE",
@@ -177,12 +183,18 @@ def deployment_options(args: argparse.Namespace, *, num_slots: int) -> dict[str,
     from workbench.cluster import default_device
     from workbench.spec import read_spec
 
+    max_tokens = args.max_tokens_per_sequence or min(4096, read_spec(args.path).max_context)
+    prefix_pages, cache_tokens = max(0, getattr(args, "prefix_pages", 0)), getattr(args, "cache_tokens", None)
+    if prefix_pages and cache_tokens is None:  # kept pages beside what the slots may need
+        cache_tokens = num_slots * max_tokens + prefix_pages * args.page_tokens
     return {
         "precision": args.precision,
         "device": args.device or default_device(),
         "num_slots": num_slots,
-        "max_tokens": args.max_tokens_per_sequence or min(4096, read_spec(args.path).max_context),
+        "max_tokens": max_tokens,
         "kv_dtype": getattr(args, "kv_cache_dtype", "auto"),
+        "cache_tokens": cache_tokens,
+        "num_snapshots": prefix_pages,
         "expert_memory": _expert_memory(args),
     }
 

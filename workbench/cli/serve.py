@@ -40,6 +40,11 @@ def add(commands: Commands) -> None:
     serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
     serve.add_argument("--model-name", help="name that clients ask for (default: name of the folder)")
     serve.add_argument("--api-key-file", type=Path, help="one `holder:key` a line; every question then needs a key")
+    serve.add_argument(
+        "--quota-file",
+        type=Path,
+        help="one `holder weight=2 requests_per_minute=60 at_once=4` a line, each optional, for holders of keys",
+    )
     serve.add_argument("--open", action="store_true", help="listen beyond this machine without keys")
     serve.add_argument("--slots", type=count, default=8, help="answers under way at once, per replica (default 8)")
     serve.add_argument(
@@ -101,7 +106,14 @@ def add(commands: Commands) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     try:
-        from workbench.serving.http import HttpServer, ServerSettings, bind_address, log_to_stderr, read_api_keys
+        from workbench.serving.http import (
+            HttpServer,
+            ServerSettings,
+            bind_address,
+            log_to_stderr,
+            read_api_keys,
+            read_quotas,
+        )
     except ImportError as error:
         raise UsageError(
             f"the server needs more packages ({error.name}): pip install 'day0-workbench[serve]'"
@@ -118,6 +130,7 @@ def _serve(args: argparse.Namespace) -> int:
         api_keys=keys,
         max_waiting=args.max_waiting,
         requests_per_minute=args.requests_per_minute,
+        quotas=read_quotas(args.quota_file) if args.quota_file is not None else {},
         request_timeout_s=args.request_timeout,
         image_origins=tuple(args.image_origin),
         thinking=args.thinking,
@@ -196,6 +209,10 @@ def _drafting(args: argparse.Namespace, target: RunnerInfo) -> Iterator[Drafter 
         yield PromptLookup(args.speculate_tokens)
         return
     options = deployment_options(args, num_slots=args.slots * target.dp)
+    options["cache_tokens"], options["num_snapshots"] = (
+        None,
+        0,
+    )  # it has a slot for each of the target's, and no prefixes
     options["max_tokens"] = min(target.max_tokens, read_spec(args.speculate).max_context)
     timeouts = Timeouts(step_s=args.step_timeout)
     with Deployment.start(args.speculate, timeouts=timeouts, **options) as draft:

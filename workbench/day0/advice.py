@@ -106,9 +106,9 @@ ADVICE: Mapping[str, str] = {
     ),
 }
 GOOD = (
-    "Serve it: `workbench serve {deployed}`, and ask `workbench profile http://127.0.0.1:8000/v1` how fast it answers",
+    "Serve it: `workbench serve {deployed}` prints its address; `workbench profile ADDRESS/v1` says how fast it is",
     "Talk to it: `workbench chat {checkpoint}`",
-    "See each gate fail once, so that its pass means something: the same command with --prove-gates",
+    "See each gate fail once, so that its pass means something: `workbench day0 {deployed} --prove-gates`",
     "After any change, run this again into another folder and ask `workbench compare {out} OTHER` what changed",
 )
 AGAIN = "Then run it again into another folder: `workbench compare {out} OTHER` shows what is better and what is worse"

@@ -57,6 +57,8 @@ class RankCommands:
         num_slots: int,
         max_tokens: int,
         kv_dtype: str,
+        cache_tokens: int | None,
+        num_snapshots: int,
         expert_memory: ExpertMemory | None,
         window_bytes: int | None,
         init_method: str,
@@ -109,7 +111,13 @@ class RankCommands:
         worker.phases.end("weights")
         worker.watch(loaded.ctx.log)
         self._runner = RankRunner(
-            loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype
+            loaded.model,
+            loaded.ctx,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            kv_dtype=kv_dtype,
+            cache_tokens=cache_tokens,
+            num_snapshots=num_snapshots,
         )
         worker.phases.end("cache")
         self._loaded = loaded

@@ -78,6 +78,8 @@ class Deployment:
         num_slots: int = 8,
         max_tokens: int = 4096,
         kv_dtype: str = "auto",
+        cache_tokens: int | None = None,
+        num_snapshots: int = 0,
         expert_memory: ExpertMemory | None = None,
         window_bytes: int | None = None,
         threads: int | None = None,
@@ -90,18 +92,28 @@ class Deployment:
         """Start one worker per rank of `layout` on this machine and load the model onto them.
 
         `device`: "cpu", "auto" (the accelerator where there is one) or a device type. `dtype`: of activations, by torch
-        dtype or its name. `num_slots` sequences of `max_tokens` tokens per replica, whose rows are cached as
-        `kv_dtype` ("auto": in the activation dtype; see `nn.rows`). `expert_memory`: hold only so much of the routed
-        experts on each rank and fetch the rest when they are used (see `nn.expert_pool`). `window_bytes`: host memory
-        that a rank's load may take beside its weights (64 MiB). `threads` per rank: the cores divided among them,
-        unless OMP_NUM_THREADS says otherwise. `env` adds variables for the ranks. `on_progress` is called in this
-        thread. `module`: what a rank runs in place of the worker, ending in its `main`. `started`: ranks
-        that wait for a model already, started for this layout; they are this deployment's from now on. Raises a rank's
+        dtype or its name. `num_slots` sequences of `max_tokens` tokens per replica, whose rows are cached as `kv_dtype`
+        ("auto": in the activation dtype; see `nn.rows`), or, with `cache_tokens`, a pool of so many rows that the slots
+        of a replica share (see `nn.cache`); beside it is room for `num_snapshots` recurrent states of kept prefixes.
+        `expert_memory`: hold only so much of the routed experts on each rank and fetch the rest when they are used (see
+        `nn.expert_pool`). `window_bytes`: host memory that a rank's load may take beside its weights (64 MiB).
+        `threads` per rank: the cores divided among them, unless OMP_NUM_THREADS says otherwise. `env` adds variables
+        for the ranks. `on_progress` is called in this thread. `module`: what a rank runs in place of the worker, ending
+        in its `main`. `started`: ranks that wait for a model already, started for this layout; they are this
+        deployment's from now on. Raises a rank's
         own LoadError, CheckpointError, LayoutError, ... with the rank named, WorkerDiedError for one that ended,
         DeploymentError for one that hangs; nothing is left running then.
         """
         layout, timeouts = layout or Layout(), timeouts or Timeouts()
-        check_start(model_path, layout, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype)
+        check_start(
+            model_path,
+            layout,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            kv_dtype=kv_dtype,
+            cache_tokens=cache_tokens,
+            num_snapshots=num_snapshots,
+        )
         if started is None:
             started = StartedRanks.start(layout, timeouts=timeouts, threads=threads, env=env, module=module)
         control, folder = started.hand_over()
@@ -117,6 +129,8 @@ class Deployment:
             num_slots=num_slots,
             max_tokens=max_tokens,
             kv_dtype=kv_dtype,
+            cache_tokens=cache_tokens,
+            num_snapshots=num_snapshots,
             expert_memory=expert_memory,
             window_bytes=window_bytes,
             init_method=f"file://{folder / 'rendezvous'}",
@@ -137,6 +151,8 @@ class Deployment:
         num_slots: int = 8,
         max_tokens: int = 4096,
         kv_dtype: str = "auto",
+        cache_tokens: int | None = None,
+        num_snapshots: int = 0,
         expert_memory: ExpertMemory | None = None,
         window_bytes: int | None = None,
         timeouts: Timeouts | None = None,
@@ -173,6 +189,8 @@ class Deployment:
             num_slots=num_slots,
             max_tokens=max_tokens,
             kv_dtype=kv_dtype,
+            cache_tokens=cache_tokens,
+            num_snapshots=num_snapshots,
             expert_memory=expert_memory,
             window_bytes=window_bytes,
             init_method="env://",
@@ -412,10 +430,20 @@ def check_start(
     num_slots: int = 8,
     max_tokens: int = 4096,
     kv_dtype: str = "auto",
+    cache_tokens: int | None = None,
+    num_snapshots: int = 0,
     **_: object,
 ) -> None:
     """Raises as `Deployment.start` for what is wrong without any process."""
     spec = read_spec(model_path)
     require_runnable(spec)
     check_layout(spec, layout or Layout())
-    runner_info(spec, layout or Layout(), num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype)
+    runner_info(
+        spec,
+        layout or Layout(),
+        num_slots=num_slots,
+        max_tokens=max_tokens,
+        kv_dtype=kv_dtype,
+        cache_tokens=cache_tokens,
+        num_snapshots=num_snapshots,
+    )

@@ -1,15 +1,17 @@
-"""What a sequence leaves behind for its next token, one slot per sequence.
+"""What a sequence leaves behind for its next token: a slot for its states, and rows in a slot or in pages of a pool.
 
 KDA and delta nets keep a state of fixed size and the last inputs of their convolutions; MLA keeps one latent row per
 token, grouped-query attention the key and value of each token and key-value head held here. A layer with a window keeps
 all of them as well: nothing is overwritten before a sequence ends. Rows may be held in fewer bits than they are
 computed in (`rows.py`); states never are, since what is rounded there is rounded again with every token.
+
+All memory is allocated at the start. Where rows of a sequence lie is a matter of tables (`pages.py`), the same for all
+layers: so several sequences may read the rows of one prefix, each with a copy of its state (`snapshots.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,11 +19,13 @@ from torch import Tensor
 
 from workbench.base import RequestError
 from workbench.nn.batch import Segments, TokenBatch
+from workbench.nn.pages import SlotPages
 from workbench.nn.rewind import HeldChunks, HeldRows, settle
 from workbench.nn.rows import RowTable, row_format
+from workbench.nn.snapshots import Snapshot, SnapshotPool
 from workbench.spec import GatedDeltaSpec, GQASpec, KDASpec, MLASpec, ModelSpec
 
-__all__ = ["Cache", "Page", "StateCache"]
+__all__ = ["Cache", "StateCache"]
 
 
 class Cache(Protocol):
@@ -74,22 +78,12 @@ class Cache(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Copies of what some tokens of a slot left behind: rows per token, and the recurrent state after the last."""
-
-    conv: dict[int, Tensor]
-    state: dict[int, Tensor]
-    latent: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, latent | shared key), as the cache holds them
-    keys: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, G, W)
-    values: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, G, V)
-    index: dict[int, tuple[Tensor, ...]]  # layer -> (tokens, W) keys of its sparse indexer
-
-
 class StateCache:
-    """Contiguous slots for the layers of one stage, as one rank of `tp_size` holds them; no gradients pass through.
+    """Slots for the layers of one stage, as one rank of `tp_size` holds them; no gradients pass through.
 
-    `kv_dtype`: how rows of tokens are held, one of `spec.KV_DTYPES`. Raises ConfigError for another.
+    `kv_dtype`: how rows of tokens are held, one of `spec.KV_DTYPES`. `cache_tokens`: rows of the pool that all slots
+    share, dealt out in `pages`; None: each slot has its own `max_tokens`. `num_snapshots`: room for copies of the
+    recurrent state. Raises ConfigError for another `kv_dtype`.
     """
 
     def __init__(
@@ -103,6 +97,8 @@ class StateCache:
         device: torch.device | str = "cpu",
         tp_size: int = 1,
         kv_dtype: str = "auto",
+        cache_tokens: int | None = None,
+        num_snapshots: int = 0,
     ):
         self.num_slots, self.max_tokens = num_slots, max_tokens
         self.device = torch.device(device)
@@ -116,20 +112,24 @@ class StateCache:
         self.values: dict[int, RowTable] = {}  # layer -> (slots, max_tokens, G, V)
         self.index: dict[int, RowTable] = {}  # layer -> (slots, max_tokens, W) keys of its sparse indexer
         form = row_format(kv_dtype)
+        blocks = (num_slots, max_tokens) if cache_tokens is None else (1, cache_tokens)
+        self.pages = SlotPages(
+            num_slots=num_slots, max_tokens=max_tokens, num_rows=blocks[0] * blocks[1], device=device
+        )
         for layer_idx in layers:
             mixer = spec.layers[layer_idx].mixer
             if isinstance(mixer, MLASpec):
-                shape = (num_slots, max_tokens, mixer.cache_dim)
-                self.latent[layer_idx] = RowTable(shape, dtype=dtype, device=device, form=form)
+                shape = (*blocks, mixer.cache_dim)
+                self.latent[layer_idx] = RowTable(shape, dtype=dtype, device=device, form=form, pages=self.pages)
                 if mixer.indexer is not None and mixer.indexer.owns_choice:  # kept as computed: they decide
-                    shape = (num_slots, max_tokens, mixer.indexer.head_dim)
-                    self.index[layer_idx] = RowTable(shape, dtype=dtype, device=device)
+                    shape = (*blocks, mixer.indexer.head_dim)
+                    self.index[layer_idx] = RowTable(shape, dtype=dtype, device=device, pages=self.pages)
                 continue
             if isinstance(mixer, GQASpec):
                 heads = max(1, mixer.num_kv_heads // tp_size)  # ranks beyond the heads share one with a neighbour
                 for table, width in ((self.keys, mixer.head_dim), (self.values, mixer.v_dim)):
-                    rows = (num_slots, max_tokens, heads, width)
-                    table[layer_idx] = RowTable(rows, dtype=dtype, device=device, form=form)
+                    rows = (*blocks, heads, width)
+                    table[layer_idx] = RowTable(rows, dtype=dtype, device=device, form=form, pages=self.pages)
                 continue
             assert isinstance(mixer, KDASpec | GatedDeltaSpec)
             num_convs, channels, *state_shape = _state_shape(mixer, tp_size)
@@ -137,6 +137,7 @@ class StateCache:
             state_dtype = torch.promote_types(dtype, torch.float32)
             self.conv[layer_idx] = torch.zeros(conv_shape, dtype=dtype, device=device)
             self.state[layer_idx] = torch.zeros((num_slots, *state_shape), dtype=state_dtype, device=device)
+        self.snapshots = SnapshotPool(self.conv, self.state, num_snapshots)
 
     @property
     def num_bytes(self) -> int:
@@ -144,24 +145,24 @@ class StateCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that memory is taken for; the first dimension is the slots."""
-        states = [x for table in self._states for x in table.values()]
-        return states + [part for tables in self._rows for table in tables.values() for part in table.parts]
+        """All that memory is taken for; without a pool and snapshots the first dimension is the slots."""
+        rows = [part for table in self._rows for part in table.parts]
+        return [*self.conv.values(), *self.state.values(), *self.snapshots.tensors, *rows]
 
     @property
-    def _states(self) -> tuple[dict[int, Tensor], ...]:
-        """Tables of fixed size per sequence."""
-        return self.conv, self.state
-
-    @property
-    def _rows(self) -> tuple[dict[int, RowTable], ...]:
+    def _rows(self) -> list[RowTable]:
         """Tables of one row per token."""
-        return self.latent, self.keys, self.values, self.index
+        return [table for tables in (self.latent, self.keys, self.values, self.index) for table in tables.values()]
 
     def reset(self, slot: int) -> None:
         """Forget what a slot holds, so that nothing of one sequence can reach the next."""
-        for values in self.tensors:
-            values[slot].zero_()
+        for table in (self.conv, self.state):
+            for values in table.values():
+                values[slot].zero_()
+        if self.pages.is_plain:
+            self._clear([slice(slot * self.max_tokens, (slot + 1) * self.max_tokens)])
+        else:
+            self.pages.forget(slot)  # what a page holds is cleared when it is given to another slot
         for held in self._held:
             held.spans.pop(slot, None)
         self._drop_settled()
@@ -179,21 +180,30 @@ class StateCache:
     def _drop_settled(self) -> None:
         self._held = [held for held in self._held if held.spans]
 
-    def keep(self, slot: int, start: int, stop: int) -> Page:
-        """A copy of tokens [start, stop) of a slot that holds `stop` tokens now."""
-        fixed = ({layer: values[slot].clone() for layer, values in table.items()} for table in self._states)
-        rows = ({layer: x.copy(slot, start, stop) for layer, x in table.items()} for table in self._rows)
-        (conv, state), (latent, keys, values, index) = fixed, rows
-        return Page(conv=conv, state=state, latent=latent, keys=keys, values=values, index=index)
+    def use_pages(self, page_tokens: int) -> None:
+        """Rows in pages of so many tokens from now on, or side by side (0). Where that is new, all rows are lost."""
+        if self.pages.use(page_tokens):
+            self._clear([slice(0, self.pages.num_rows)])
 
-    def restore(self, slot: int, pages: Sequence[Page]) -> None:
-        """Let a slot begin with these pages, as if it had read their tokens. The pages stay as they are."""
-        for name, tables in zip(("latent", "keys", "values", "index"), self._rows, strict=True):
-            for layer, rows in tables.items():
-                rows.paste(slot, [getattr(page, name)[layer] for page in pages])
-        for table, kept in ((self.conv, pages[-1].conv), (self.state, pages[-1].state)):
-            for layer, values in table.items():
-                values[slot].copy_(kept[layer])
+    def extend(self, slot: int, first: int, pages: Sequence[int], *, num_shared: int = 0) -> None:
+        """Give pages to a slot, from entry `first` of its table on; the first `num_shared` hold what others wrote.
+
+        Raises RequestError as `SlotPages.extend`.
+        """
+        self._clear(self.pages.extend(slot, first, pages, num_shared=num_shared))
+
+    def _clear(self, spans: Iterable[slice]) -> None:
+        for span in spans:
+            for table in self._rows:
+                table.clear(span)
+
+    def keep(self, slot: int) -> Snapshot:
+        """A copy of the recurrent state of a slot, until it is given back to `snapshots`."""
+        return self.snapshots.take(slot)
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        """Let the recurrent state of a slot go on from a copy, which stays as it is."""
+        self.snapshots.restore(slot, snapshot)
 
     def check(self, batch: TokenBatch) -> None:
         for slot, start, length in zip(batch.slots, batch.starts, batch.lengths, strict=True):
@@ -205,6 +215,7 @@ class StateCache:
                     expected=f"at most {self.max_tokens}",
                     next_step="Start with a larger max_tokens, or end the sequence",
                 )
+            self.pages.check(slot, start, start + length)
 
     def read_state(self, layer_idx: int, slots: Tensor, is_fresh: Tensor) -> tuple[Tensor, Tensor]:
         # masked_fill, not a product: whatever an ended sequence left behind (even NaN) must not reach a fresh one.

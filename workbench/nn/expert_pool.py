@@ -218,6 +218,10 @@ class PagedExperts(Experts):
     def num_local(self) -> int:
         return self._num_local
 
+    def at_once(self, x: Tensor, slots: Tensor) -> Tensor | None:
+        """Never: experts come one by one."""
+        return None
+
     def each(self, grouped: Tensor, counts: list[int]) -> list[Tensor]:
         rows = grouped.split(counts)
         results: dict[int, Tensor] = {}

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workbench.nn import native
 from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
 from workbench.nn.linear import Linear
@@ -35,7 +36,7 @@ from workbench.nn.rotary import rotary_table, rotate
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.spec import GQASpec
 
-__all__ = ["GQA", "attention_reference", "attend"]
+__all__ = ["GQA", "attend", "attend_all", "attention_reference"]
 
 
 class GQA(nn.Module):
@@ -120,18 +121,36 @@ class GQA(nn.Module):
 
     def _decode(self, q: Tensor, segments: Segments, cache: Cache, lengths: list[int]) -> Tensor:
         """All sequences of one new token at once: -> (their number, H, V)."""
-        sequences, rows = segments.singles, segments.single_rows
-        visible = [length for s, length in enumerate(lengths) if segments.lengths[s] == 1]
-        keys, values = cache.kv(self.layer_idx, segments.slot_index[sequences], max(visible, default=0))
+        sequences = [s for s, length in enumerate(segments.lengths) if length == 1]
+        if sequences and native.serves(q):
+            own_keys, own_values = zip(
+                *(self._seen(cache, segments.slots[s], lengths[s]) for s in sequences), strict=True
+            )
+            new = q if len(sequences) == len(q) else q[segments.single_rows]
+            y = native.attend(new, own_keys, own_values, scale=q.shape[-1] ** -0.5, sinks=self.sinks)
+            if y is not None:
+                return y
+        if len(sequences) == 1:  # its own rows and no others: nothing is copied and nothing masked
+            (s,) = sequences
+            keys, values = self._seen(cache, segments.slots[s], lengths[s])
+            return attend_all(q[segments.rows_of(s)], keys[None], values[None], sinks=self.sinks)
+        visible = [lengths[s] for s in sequences]
+        keys, values = cache.kv(self.layer_idx, segments.slot_index[segments.singles], max(visible, default=0))
         starts = segments.table(length - 1 for length in visible)
         # What an ended sequence left beyond the end (even NaN) must not reach the sum: a weight of 0 would not stop it.
         is_beyond = torch.arange(keys.shape[1], device=q.device) > starts[:, None]
         values = values.masked_fill(is_beyond[..., None, None], 0)
-        spec = self.spec
-        attended = attend(
-            q[rows][:, None], keys, values, starts=starts, window=spec.window, chunk=spec.chunk, sinks=self.sinks
-        )
+        spec, new = self.spec, q[segments.single_rows][:, None]
+        attended = attend(new, keys, values, starts=starts, window=spec.window, chunk=spec.chunk, sinks=self.sinks)
         return attended[:, 0]
+
+    def _seen(self, cache: Cache, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that the last of `length` tokens sees: (L, G, W), (L, G, V)."""
+        keys, values = cache.kv_view(self.layer_idx, slot, length)
+        first = 0 if self.spec.window is None else max(0, length - self.spec.window)
+        if (chunk := self.spec.chunk) is not None:
+            first = max(first, (length - 1) // chunk * chunk)
+        return keys[first:], values[first:]
 
 
 def _sharpness(positions: Tensor, floor: float, scale: float) -> Tensor:
@@ -154,23 +173,49 @@ def attend(
     New token i of sequence s stands at position `starts[s] + i` (None: all from 0) and sees keys up to its own, with a
     `window` those less than that far back, with a `chunk` those of its own block of positions. `sinks` (H,).
     """
-    num_heads, scale = q.shape[2], q.shape[-1] ** -0.5
-    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-    if k.shape[1] != num_heads:
-        k, v = (y.repeat_interleave(num_heads // y.shape[1], 1) for y in (k, v))
-    reaches_all = all(span is None or span >= k.shape[2] for span in (window, chunk))
+    share = q.shape[2] // k.shape[2]
+    reaches_all = all(span is None or span >= k.shape[1] for span in (window, chunk))
     is_plain = starts is None and sinks is None and reaches_all
-    mask = None if is_plain else _visible(q.shape[2], k.shape[2], starts, window, chunk, q.device)
+    mask = None if is_plain else _visible(q.shape[1], k.shape[1], starts, window, chunk, q.device)
+    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+    if share > 1 and q.shape[2] == 1 and mask is not None:
+        return _weigh(_fold(q, share), k, v, mask, sinks=_fold_sinks(sinks, share)).flatten(1, 2)[:, None]
+    if share > 1:
+        k, v = (y.repeat_interleave(share, 1) for y in (k, v))
+    return _weigh(q, k, v, mask, is_causal=mask is None, sinks=_fold_sinks(sinks, 1)).transpose(1, 2)
+
+
+def attend_all(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+    """One token of each of S sequences over all the rows given: (S, H, W), (S, L, G, W), (S, L, G, V) -> (S, H, V)."""
+    share = q.shape[1] // k.shape[2]
+    q, k, v = q[:, :, None], k.transpose(1, 2), v.transpose(1, 2)
+    return _weigh(_fold(q, share), k, v, None, sinks=_fold_sinks(sinks, share)).flatten(1, 2)
+
+
+def _fold(q: Tensor, share: int) -> Tensor:
+    """(S, H, 1, W) -> (S, G, H / G, W): heads that read the same keys are rows of one product, and no key is copied."""
+    return q[:, :, 0].unflatten(1, (-1, share))
+
+
+def _fold_sinks(sinks: Tensor | None, share: int) -> Tensor | None:
+    return None if sinks is None else sinks.unflatten(0, (-1, share))
+
+
+def _weigh(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False, sinks: Tensor | None
+) -> Tensor:
+    """(S, G, R, W), (S, G, L, W), (S, G, L, V), mask (S or 1, 1, R or 1, L) -> (S, G, R, V); `sinks` (G, R or 1)."""
+    scale = q.shape[-1] ** -0.5
     if sinks is None:
         width = k.shape[-1] - v.shape[-1]  # the fused kernels want values as wide as keys; zeros are cut off again
         wide = F.pad(v, (0, width)) if width > 0 else v
-        y = F.scaled_dot_product_attention(q, k, wide, attn_mask=mask, is_causal=mask is None, scale=scale)
-        return y[..., : v.shape[-1]].transpose(1, 2)
-    assert mask is not None
-    scores = (as_float(q @ k.mT) * scale).masked_fill(~mask, -torch.inf)
-    extra = as_float(sinks)[:, None, None].expand(*scores.shape[:-1], 1)
+        y = F.scaled_dot_product_attention(q, k, wide, attn_mask=mask, is_causal=is_causal, scale=scale)
+        return y[..., : v.shape[-1]]
+    scores = as_float(q @ k.mT) * scale
+    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    extra = as_float(sinks)[..., None].expand(*scores.shape[:-1], 1)
     weights = torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1]
-    return (weights.to(v.dtype) @ v).transpose(1, 2)
+    return weights.to(v.dtype) @ v
 
 
 def _visible(

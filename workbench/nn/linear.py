@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.base import LoadError
+from workbench.nn import native
 from workbench.nn.quant import Scheme
 
 __all__ = ["Linear", "MatrixStore", "StackedLinear"]
@@ -41,6 +42,15 @@ class MatrixStore(nn.Module):
         if self.scheme is None:
             return {"weight": self.weight}
         return {name: self.get_buffer(name) for name in self.scheme.buffers(self.logical_shape)}
+
+    @property
+    def held(self) -> native.Held | None:
+        """What native kernels read: dense weights, or MXFP4 codes and scales; None for a scheme that they do not."""
+        if self.scheme is None:
+            return self.weight, None
+        if self.scheme.name != "mxfp4":
+            return None
+        return self.get_buffer("weight_packed"), self.get_buffer("weight_scale")
 
     def dense(self, dtype: torch.dtype, index: int | None = None) -> Tensor:
         """The weights (of matrix `index` of a stack) as a dense tensor of `dtype`; dense weights are not copied."""
@@ -119,7 +129,8 @@ class Linear(MatrixStore):
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T alone, for a caller that adds the bias after summing over ranks."""
-        return F.linear(x, self.dense(x.dtype))
+        y = native.linear(x, self.held)
+        return F.linear(x, self.dense(x.dtype)) if y is None else y
 
 
 class StackedLinear(MatrixStore):

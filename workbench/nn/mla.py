@@ -19,11 +19,14 @@ to the cached rows themselves (decode). Source: DeepSeek-V2, arXiv 2405.04434, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.base import UnsupportedModelError
+from workbench.nn import native
 from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
 from workbench.nn.indexer import Indexer, choose_tokens
@@ -113,7 +116,7 @@ class MLA(nn.Module):
             context = latent[rows] if cache is None else cache.latent_view(self.layer_idx, segments.slots[s], length)
             if len(chosen) == 1:
                 own = context[chosen[0]][None]
-                pieces.append(absorbed_attention(q[rows], own, segments.table([own.shape[1]]), kv_b, self.spec))
+                pieces.append(absorbed_attention(q[rows], own, None, kv_b, self.spec))
             else:
                 pieces.append(naive_attention(q[rows], context, kv_b, self.spec, is_seen=chosen))
         return torch.cat(pieces) if pieces else q.new_zeros(0, q.shape[1], self.spec.v_dim)
@@ -139,10 +142,19 @@ class MLA(nn.Module):
 
     def _decode(self, q: Tensor, kv_b: Tensor, segments: Segments, cache: Cache, lengths: list[int]) -> Tensor:
         """All sequences of one new token at once: -> (their number, H, V)."""
-        sequences, rows = segments.singles, segments.single_rows
-        visible = [length for s, length in enumerate(lengths) if segments.lengths[s] == 1]
-        context = cache.latents(self.layer_idx, segments.slot_index[sequences], max(visible, default=0))
-        return absorbed_attention(q[rows], context, segments.table(visible), kv_b, self.spec)
+        sequences = [s for s, length in enumerate(segments.lengths) if length == 1]
+        if sequences and native.serves(q, kv_b):
+            contexts = [cache.latent_view(self.layer_idx, segments.slots[s], lengths[s]) for s in sequences]
+            new = q if len(sequences) == len(q) else q[segments.single_rows]
+            if (y := _absorbed_natively(new, contexts, kv_b, self.spec)) is not None:
+                return y
+        if len(sequences) == 1:  # its own rows and no others: nothing is copied and nothing masked
+            (s,) = sequences
+            context = cache.latent_view(self.layer_idx, segments.slots[s], lengths[s])
+            return absorbed_attention(q[segments.rows_of(s)], context[None], None, kv_b, self.spec)
+        visible = [lengths[s] for s in sequences]
+        context = cache.latents(self.layer_idx, segments.slot_index[segments.singles], max(visible, default=0))
+        return absorbed_attention(q[segments.single_rows], context, segments.table(visible), kv_b, self.spec)
 
 
 def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, *, is_seen: Tensor | None = None) -> Tensor:
@@ -191,17 +203,34 @@ def _expand(latent: Tensor, kv_b: Tensor, spec: MLASpec) -> tuple[Tensor, Tensor
     return keys, F.pad(values, (0, width)) if width > 0 else values
 
 
-def absorbed_attention(q: Tensor, latent: Tensor, lengths: Tensor, kv_b: Tensor, spec: MLASpec) -> Tensor:
+def absorbed_attention(q: Tensor, latent: Tensor, lengths: Tensor | None, kv_b: Tensor, spec: MLASpec) -> Tensor:
     """One new token of each of S sequences, attending to latents: (S, H, N + P), (S, L, R + P), (S,) -> (S, H, V).
 
-    Sequence s sees its first `lengths[s]` rows; what stands beyond them does not matter.
+    Sequence s sees its first `lengths[s]` rows, or all (None); what stands beyond them does not matter.
     """
+    q_latent, w_value = _absorb(q, kv_b, spec)
+    is_beyond = None
+    if lengths is not None:
+        is_beyond = torch.arange(latent.shape[1], device=q.device) >= lengths[:, None]  # (S, L)
+        latent = latent.masked_fill(is_beyond[..., None], 0)  # a weight of 0 would not stop a NaN
+    scores = as_float((q_latent @ latent.mT) * spec.softmax_scale)
+    if is_beyond is not None:
+        scores = scores.masked_fill(is_beyond[:, None], -torch.inf)
+    mixed = torch.softmax(scores, -1).to(q.dtype) @ latent[..., : spec.kv_rank]
+    return torch.einsum("shr,hvr->shv", mixed, w_value)
+
+
+def _absorb(q: Tensor, kv_b: Tensor, spec: MLASpec) -> tuple[Tensor, Tensor]:
+    """Queries that read latents (S, H, R + P), and what turns a mix of latents into values (H, V, R)."""
     w_key, w_value = kv_b.view(-1, spec.nope_dim + spec.v_dim, spec.kv_rank).split([spec.nope_dim, spec.v_dim], 1)
     q_head, q_shared = q.split([spec.nope_dim, spec.rope_dim], -1)
-    q_latent = torch.cat([torch.einsum("shn,hnr->shr", q_head, w_key), q_shared], -1)
-    is_beyond = torch.arange(latent.shape[1], device=q.device) >= lengths[:, None]  # (S, L)
-    latent = latent.masked_fill(is_beyond[..., None], 0)  # a weight of 0 would not stop a NaN
-    scores = (q_latent @ latent.mT) * spec.softmax_scale
-    weights = torch.softmax(as_float(scores).masked_fill(is_beyond[:, None], -torch.inf), -1).to(q.dtype)
-    mixed = weights @ latent[..., : spec.kv_rank]
-    return torch.einsum("shr,hvr->shv", mixed, w_value)
+    return torch.cat([torch.einsum("shn,hnr->shr", q_head, w_key), q_shared], -1), w_value
+
+
+def _absorbed_natively(q: Tensor, contexts: Sequence[Tensor], kv_b: Tensor, spec: MLASpec) -> Tensor | None:
+    """`absorbed_attention` over exactly the rows that each sequence sees, (L, R + P) each; None without a kernel."""
+    q_latent, w_value = _absorb(q, kv_b, spec)
+    rows = [context[:, None] for context in contexts]  # one key-value head, which all heads read
+    values = [row[..., : spec.kv_rank] for row in rows]
+    mixed = native.attend(q_latent, rows, values, scale=spec.softmax_scale)
+    return None if mixed is None else torch.einsum("shr,hvr->shv", mixed, w_value)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workbench.nn import native
 from workbench.nn.activation import gated_activation
 from workbench.nn.ffn import GatedFFN
 from workbench.nn.gather import RowMap
@@ -56,16 +57,28 @@ class Experts(nn.Module):
 
         The result is the weighted sum over the experts held here: complete only where they all are.
         """
-        order, counts = group_by_expert(slots, self.num_local)
-        by_expert = RowMap(order, slots.numel())
         each = x[:, None].expand(-1, slots.shape[1], -1)
         if self.scales_input:
             each = (as_float(each) * weights[..., None]).to(x.dtype)
-        grouped = by_expert(each.flatten(0, 1))
-        pieces = self.each(grouped, counts)
-        # Without any token the result still depends on x: every rank takes part in the collectives of the backward.
-        outputs = by_expert.back(torch.cat(pieces) if pieces else grouped).view(*slots.shape, x.shape[-1])
+        outputs = self.at_once(each.flatten(0, 1) if self.scales_input else x, slots)
+        if outputs is None:
+            order, counts = group_by_expert(slots, self.num_local)
+            by_expert = RowMap(order, slots.numel())
+            grouped = by_expert(each.flatten(0, 1))
+            pieces = self.each(grouped, counts)
+            # Without any token the result still depends on x: every rank takes part in the backward's collectives.
+            outputs = by_expert.back(torch.cat(pieces) if pieces else grouped).view(*slots.shape, x.shape[-1])
         return (as_float(outputs) * (1.0 if self.scales_input else weights[..., None])).sum(1)
+
+    def at_once(self, x: Tensor, slots: Tensor) -> Tensor | None:
+        """Every token through its experts by one native kernel, (T, L) or (T * K, L) -> (T, K, L); None without it."""
+        if not native.serves(x):
+            return None
+        stores = (self.w1, self.w2, self.w3)
+        b1, b2, b3 = (None if store.bias is None else store.bias.to(x.dtype) for store in stores)
+        biases = (b1, b2 if self.adds_down_bias else None, b3)
+        w1, w2, w3 = (store.held for store in stores)
+        return native.experts(x, slots, (w1, w2, w3), biases, self.activation)
 
     def each(self, grouped: Tensor, counts: list[int]) -> list[Tensor]:
         """Every expert on its own rows, one after another: (sum of counts, L) -> results of those that have any."""
@@ -98,6 +111,12 @@ class Experts(nn.Module):
         b3: Tensor | None = None,
     ) -> Tensor:
         """One expert on its tokens: (n, L) -> (n, L)."""
+        if x.ndim == 2 and native.serves(x, w1, w2, w3):
+            stacks = ((w1[None], None), (w2[None], None), (w3[None], None))
+            biases = [None if b is None else b[None] for b in (b1, b2, b3)]
+            y = native.experts(x, x.new_zeros((len(x), 1), dtype=torch.int64), stacks, biases, self.activation)
+            if y is not None:
+                return y[:, 0]
         return F.linear(gated_activation(self.activation, F.linear(x, w1, b1), F.linear(x, w3, b3)), w2, b2)
 
 

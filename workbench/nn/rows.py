@@ -1,4 +1,4 @@
-"""Rows that tokens leave behind, in contiguous slots: as they are, or coded in one byte per value.
+"""Rows that tokens leave behind, in slots or pages (`pages.py`): as they are, or coded in one byte per value.
 
     auto   values in the activation dtype
     fp8    float8 e4m3 values, one scale per row, so that the largest of a row becomes 448
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workbench.nn.pages import SlotPages
 from workbench.spec import check_kv_dtype
 
 __all__ = ["RowFormat", "RowTable", "decode_rows_reference", "row_format"]
@@ -59,16 +60,28 @@ def row_format(kv_dtype: str) -> RowFormat | None:
 class RowTable:
     """(slots, max_tokens, ..., W) rows of `dtype`, held in `form`. No gradients pass through.
 
-    `parts` are what memory is taken for: the rows, or codes and scales. Each has slots and tokens in front.
+    `pages` say where the rows of a slot are; without, each slot has its own side by side. A pool that slots share is
+    (1, rows, ..., W). `parts` are what memory is taken for: the rows, or codes and scales, each of that shape.
     """
 
     def __init__(
-        self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, form: RowFormat | None = None
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        form: RowFormat | None = None,
+        pages: SlotPages | None = None,
     ) -> None:
         self.dtype, self.form = dtype, form
         self.parts: tuple[Tensor, ...] = (torch.zeros(*shape, dtype=form.dtype if form else dtype, device=device),)
         if form is not None:
             self.parts += (torch.ones(shape[:-1], dtype=torch.bfloat16, device=device),)
+        self.pages = pages or SlotPages(
+            num_slots=shape[0], max_tokens=shape[1], num_rows=shape[0] * shape[1], device=device
+        )
+        self._flat = tuple(part.flatten(0, 1) for part in self.parts)  # (rows, ..., W), the same memory
+        self._is_by_slot = tuple(shape[:2]) == (self.pages.num_slots, self.pages.max_tokens)
 
     @property
     def nbytes(self) -> int:
@@ -78,30 +91,40 @@ class RowTable:
     def write(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Rows (T, ..., W) to (slot, position), both (T,)."""
         coded = (rows,) if self.form is None else self.form.encode(rows)
-        for part, values in zip(self.parts, coded, strict=True):
-            part[slots, positions] = values
+        if self._has_slots:
+            for part, values in zip(self.parts, coded, strict=True):
+                part[slots, positions] = values
+            return
+        places = self.pages.rows(slots, positions)
+        for flat, values in zip(self._flat, coded, strict=True):
+            flat[places] = values
 
     def first(self, slots: Tensor, num_tokens: int) -> Tensor:
         """The first rows of each slot, (S, num_tokens, ..., W)."""
-        return self._decoded([part[slots, :num_tokens] for part in self.parts])
+        if self._has_slots:
+            return self._decoded([part[slots, :num_tokens] for part in self.parts])
+        if len(slots) == 1 and slots.device.type == "cpu":  # reading a number from a device would wait for it
+            return self.of_slot(int(slots), num_tokens)[None]
+        places = self.pages.first(slots, num_tokens)
+        return self._decoded([flat[places] for flat in self._flat])
 
     def of_slot(self, slot: int, num_tokens: int) -> Tensor:
-        """The first rows of one slot, (num_tokens, ..., W)."""
-        return self._decoded([part[slot, :num_tokens] for part in self.parts])
+        """The first rows of one slot, (num_tokens, ..., W): no copy where they lie side by side as they are."""
+        places = self.pages.span(slot, num_tokens)
+        return self._decoded([flat[places] for flat in self._flat])
 
     def dense(self) -> Tensor:
-        """All rows, (slots, max_tokens, ..., W)."""
+        """All rows as they lie, (slots, max_tokens, ..., W)."""
         return self._decoded(self.parts)
 
-    def copy(self, slot: int, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Tokens [start, stop) of a slot as they are held, for `paste`."""
-        return tuple(part[slot, start:stop].clone() for part in self.parts)
+    def clear(self, rows: slice) -> None:
+        """Zeros, and scales of 0, from one row of the pool to another."""
+        for flat in self._flat:
+            flat[rows].zero_()
 
-    def paste(self, slot: int, pieces: Sequence[tuple[Tensor, ...]]) -> None:
-        """Copies one behind another, from the slot's first token on."""
-        for part, kept in zip(self.parts, zip(*pieces, strict=True), strict=True):
-            rows = torch.cat(kept)
-            part[slot, : len(rows)].copy_(rows)
+    @property
+    def _has_slots(self) -> bool:
+        return self._is_by_slot and self.pages.is_plain
 
     def _decoded(self, parts: Sequence[Tensor]) -> Tensor:
         if self.form is None:

@@ -192,6 +192,8 @@ def check_memory(
         max_tokens=info.max_tokens,
         kv_dtype=info.kv_dtype,
         kv_scale_bytes=WORKBENCH.kv_scale_bytes,
+        cache_tokens=info.cache_tokens,
+        snapshot_places=info.num_snapshots,
     )
     reserve = Reserve.for_device("cpu")
     if other is not None:  # communicators were there when it was measured
@@ -288,7 +290,8 @@ def check_times(
     """
     spec, layout, info = deployment.spec, deployment.layout, deployment.info
     chunk = min(chunk_tokens, info.max_tokens)
-    context = min(info.max_tokens // 2 if context is None else context, info.max_tokens - repeats - 2)
+    room = min(info.max_tokens, info.num_rows // info.num_slots)  # of each sequence when all slots run
+    context = min(info.max_tokens // 2 if context is None else context, room - repeats - 2)
     efficiency = efficiency or Efficiency.for_device(topology.devices[0])
     book = InventoryBook(spec, trace)
     objective = Objective(context=info.max_tokens, prompt=chunk, chunk_tokens=chunk, concurrency=1)
@@ -334,12 +337,18 @@ class MadeUpSteps:
     """Steps of made-up tokens on a deployment that does nothing else: the same work each time, other tokens.
 
     Prefill: a chunk into the emptied slot 0 of every replica. Decode: one token for every slot, `context` of which is
-    filled before.
+    filled before. Where the slots share a pool, each decodes in its part of it.
     """
 
     deployment: Deployment
     chunk: int
     context: int
+
+    @property
+    def _part(self) -> int:
+        """Rows of a slot's part of the pool; 0 where slots have rows of their own."""
+        info = self.deployment.info
+        return min(info.max_tokens, info.num_rows // info.num_slots) if info.cache_tokens else 0
 
     def prefill(self, attempt: int) -> float:
         """Seconds of one chunk."""
@@ -354,13 +363,15 @@ class MadeUpSteps:
                 self.deployment.reset_slot(replica, slot)
             for start in range(0, self.context, self.chunk):
                 ids = self._tokens(slot, min(self.chunk, self.context - start))
-                self._timed([self._step(slot, start, ids, is_sampled=False)])
+                self._timed([self._step(slot, start, ids, is_sampled=False, part=self._part)])
 
     def decode(self, attempt: int) -> float:
         """Seconds of one step, the `attempt`-th (from 0) since `fill`."""
         return self._timed(
             [
-                self._step(slot, self.context + attempt, self._tokens(slot * 31 + attempt, 1), is_sampled=True)
+                self._step(
+                    slot, self.context + attempt, self._tokens(slot * 31 + attempt, 1), is_sampled=True, part=self._part
+                )
                 for slot in range(self.deployment.info.num_slots)
             ]
         )
@@ -370,12 +381,13 @@ class MadeUpSteps:
         return tuple((seed * 7919 + i * 104729) % self.deployment.spec.vocab_size for i in range(count))
 
     @staticmethod
-    def _step(slot: int, start: int, ids: tuple[int, ...], *, is_sampled: bool) -> SequenceStep:
+    def _step(slot: int, start: int, ids: tuple[int, ...], *, is_sampled: bool, part: int = 0) -> SequenceStep:
         from workbench.serving.requests import SamplingParams
         from workbench.serving.steps import SequenceStep
 
         sample = SamplingParams(max_tokens=1) if is_sampled else None
-        return SequenceStep(slot=slot, start=start, token_ids=ids, sample=sample)
+        pages = (slot,) if part and not start else ()
+        return SequenceStep(slot=slot, start=start, token_ids=ids, sample=sample, pages=pages, pool_page_tokens=part)
 
     def _timed(self, steps: Sequence[SequenceStep]) -> float:
         began = time.perf_counter()

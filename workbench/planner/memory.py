@@ -144,7 +144,8 @@ class CacheNeed:
     `kv_dtype` "auto" keeps rows in the activation dtype; one byte a value brings `kv_scale_bytes` a row. `snapshots`:
     copies of the recurrent state kept per sequence beside the running one, for prefixes that others continue.
     `page_tokens`: latents are allotted in pages of so many tokens (1: no padding; a contiguous slot is one page of
-    `max_tokens`).
+    `max_tokens`). `cache_tokens`: rows of a pool that all sequences share, in place of those; 0: there is none.
+    `snapshot_places`: room for copies of the recurrent state, of all sequences together.
     """
 
     slots: int
@@ -153,10 +154,17 @@ class CacheNeed:
     kv_scale_bytes: int = 0
     snapshots: int = 0
     page_tokens: int = 1
+    cache_tokens: int = 0
+    snapshot_places: int = 0
 
     @property
     def padded_tokens(self) -> int:
         return -(-self.max_tokens // self.page_tokens) * self.page_tokens
+
+    @property
+    def rows(self) -> int:
+        """Rows of tokens of a replica."""
+        return self.cache_tokens or self.slots * self.padded_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,7 +237,7 @@ def _cache_of_layer(mixer: MixerSpec, tp: int, need: CacheNeed, itemsize: int) -
     """What `cache_need` counts for one layer."""
     kv = KV_ITEMSIZE.get(need.kv_dtype, itemsize)
     scale = need.kv_scale_bytes if kv == 1 else 0
-    rows = need.slots * need.padded_tokens
+    rows = need.rows
     if isinstance(mixer, MLASpec):
         sizes = {"latent": rows * (mixer.cache_dim * kv + scale)}
         if mixer.indexer is not None and mixer.indexer.owns_choice:
@@ -249,14 +257,14 @@ def _cache_of_layer(mixer: MixerSpec, tp: int, need: CacheNeed, itemsize: int) -
     state = need.slots * values // tp * 4
     convolution = need.slots * channels // tp * (mixer.conv_size - 1) * itemsize
     sizes = {"state": state, "convolution": convolution}
-    if need.snapshots:
-        sizes["snapshots"] = need.snapshots * (state + convolution)
+    if copies := need.snapshots * need.slots + need.snapshot_places:
+        sizes["snapshots"] = copies * (state + convolution) // need.slots
     return sizes
 
 
 def request_floor(spec: ModelSpec, layout: Layout, layers: range, need: CacheNeed, itemsize: int) -> int:
     """Bytes on one rank that the shortest request pins: its state and one page of latents."""
-    one = replace(need, slots=1, max_tokens=1)
+    one = replace(need, slots=1, max_tokens=1, cache_tokens=0, snapshot_places=0)
     return sum(cache_need(spec, layout, layers, one, itemsize).values())
 
 
@@ -286,7 +294,7 @@ def stage_ledger(
     for role, size in cache_need(spec, layout, layers, need, itemsize).items():
         source = f"{need.slots} sequences"
         if role == "latent":
-            source += f" x {need.padded_tokens:,} tokens"
+            source += f" x {need.padded_tokens:,} tokens" if not need.cache_tokens else f", {need.rows:,} tokens in all"
         lines.append(_line(role, "cache", "rest", size, source))
     if stage == 0 and image_tokens:
         size = image_tokens * spec.hidden_size * itemsize

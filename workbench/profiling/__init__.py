@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from workbench.profiling.communication import Communication, split_communication
 from workbench.profiling.compare import Comparison, compare_runs
 from workbench.profiling.deployed import DeploymentProfile, DeploymentProfiler
+from workbench.profiling.expert_watch import expert_load
 from workbench.profiling.experts import ExpertLoad
 from workbench.profiling.generator import LoadReport, generate_load
 from workbench.profiling.goodput import Goodput, Slo, measure_goodput
@@ -61,6 +62,7 @@ __all__ = [
     "append_records",
     "compare_runs",
     "environment_of",
+    "expert_load",
     "generate_load",
     "measure_goodput",
     "plan_load",

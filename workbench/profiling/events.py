@@ -14,6 +14,7 @@ from workbench.profiling.steps import OperatorTime, Span, StepLedger
 __all__ = ["AREA", "COLLECTIVE", "STEP", "host_spans", "read_step", "spans_of"]
 
 STEP, AREA, COLLECTIVE = "workbench::step", "workbench::area ", "workbench::collective "
+NATIVE = "native"  # our own kernels, each under the name of the operator whose work it does (`nn.native`)
 MAX_KINDS = 4000  # operators by name, part and shapes that a ledger holds; the rest is added up by category
 # One operator whatever the device makes of it, so that its parts do not look like something else.
 WHOLE = ("aten::scaled_dot_product_attention",)
@@ -177,6 +178,10 @@ def _is_shape(shape: Any) -> bool:
 def _category(name: str, area: str) -> str:
     """As the inventory of operators has it, so that what was planned and what was measured stand side by side."""
     namespace, _, base = name.partition("::")
+    if namespace == NATIVE:
+        if base == "experts":
+            return "grouped_gemm"
+        namespace = "aten"
     packet = getattr(getattr(torch.ops, namespace, None), base, None) if base else None
     overloads = packet.overloads() if packet is not None and hasattr(packet, "overloads") else []
     if not overloads:

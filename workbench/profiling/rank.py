@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from workbench.base import DeploymentError
 from workbench.deployment.commands import RankCommands
-from workbench.nn.moe import Router
 from workbench.operators.inventory import OperatorUse
 from workbench.parallel.collectives import CollectiveRecord, Group
 from workbench.profiling.clocks import ClockReading
@@ -29,6 +28,7 @@ from workbench.profiling.communication import POINT_TO_POINT, CollectiveTime
 from workbench.profiling.events import COLLECTIVE
 from workbench.profiling.operators import Recording, mark_areas, record_step, record_work
 from workbench.profiling.rank_profile import ProfileOptions, RankProfile
+from workbench.profiling.router_counts import RouterCounts
 from workbench.profiling.steps import Span, StepLedger, merge_ledgers
 
 __all__ = ["delay", "read_clock", "start", "stop"]
@@ -93,7 +93,7 @@ class _RankProfiler:
         self.num_steps = 0
         self.plain, self.recorded = _Times(), _Times()
         self.read_s = 0.0  # of the processor, in the thread that reads
-        self.experts: dict[int, torch.Tensor] = {}
+        self.experts: RouterCounts | None = None
         self._entered, self._is_timed, self._is_recording = 0.0, True, False
         self._barrier: float | None = None
         self._mark: torch.profiler.record_function | None = None
@@ -110,12 +110,8 @@ class _RankProfiler:
         self.runner.step = lambda steps: self._step(lambda: inner(steps))  # type: ignore[method-assign]
         self._undo.append(lambda: vars(self.runner).pop("step"))
         if self.ctx.coords.tp == 0:  # the other ranks of the group route the same tokens
-            for name, module in self.model.named_modules():
-                if isinstance(module, Router):
-                    layer = int(name.split(".")[1])
-                    self.experts[layer] = torch.zeros(module.spec.num_experts, dtype=torch.int64)
-                    handle = module.register_forward_hook(lambda _m, _a, out, layer=layer: self._routed(layer, out[0]))
-                    self._undo.append(handle.remove)
+            self.experts = RouterCounts(self.model)
+            self._undo.append(self.experts.close)
 
     def _unhook_log(self) -> None:
         self.ctx.log.listener, self.ctx.log.finished = self._outer, None
@@ -134,7 +130,7 @@ class _RankProfiler:
             uses=self.uses,
             collectives=tuple(self.collectives),
             num_collectives_left_out=self.num_left_out,
-            expert_counts={layer: tuple(counts.tolist()) for layer, counts in self.experts.items()},
+            expert_counts={} if self.experts is None else self.experts.read(),
             spans=tuple(self.spans),
             num_plain=self.plain.count,
             plain_step_s=self.plain.mean,
@@ -250,11 +246,7 @@ class _RankProfiler:
         if self.ctx.device.type != "cpu":
             torch.accelerator.synchronize(self.ctx.device)
 
-    # experts and memory
-
-    def _routed(self, layer: int, ids: torch.Tensor) -> None:
-        counts = torch.bincount(ids.flatten(), minlength=len(self.experts[layer]))
-        self.experts[layer] += counts.cpu()
+    # memory
 
     def _memory(self) -> tuple[tuple[str, int], ...]:
         weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in self.model.parameters()}

@@ -196,8 +196,8 @@ def merge_ledgers(ledgers: Sequence[StepLedger]) -> StepLedger:
 
 
 def _plain_name(name: str) -> str:
-    """ "aten.mm.default" and "aten::mm" -> "aten::mm"."""
-    return "::".join(name.split(".")[:2]) if "::" not in name else name
+    """ "aten.mm.default", "aten::mm" and "native::mm" -> "aten::mm"."""
+    return "::".join(name.split(".")[:2]) if "::" not in name else name.replace("native::", "aten::")
 
 
 def _percent(part: float, whole: float) -> str:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from workbench.serving.engine import Engine
+from workbench.serving.fleet import Fleet
 from workbench.serving.generation import EngineStats, Finish, Generation, TokenEvent
 from workbench.serving.inputs import (
     ImageInput,
@@ -23,6 +24,7 @@ from workbench.serving.inputs import (
     read_tokenizer,
 )
 from workbench.serving.open import open_service
+from workbench.serving.recent import RecentTimes
 from workbench.serving.reply import Answer, Reply, Timings, Usage
 from workbench.serving.requests import GenerationRequest, PlacedImage, SamplingParams
 from workbench.serving.service import MultimodalInferenceService
@@ -40,6 +42,7 @@ __all__ = [
     "Engine",
     "EngineStats",
     "Finish",
+    "Fleet",
     "Generation",
     "GenerationRequest",
     "ImageInput",
@@ -55,6 +58,7 @@ __all__ = [
     "PromptLookup",
     "PromptTokens",
     "RankRunner",
+    "RecentTimes",
     "Reply",
     "Runner",
     "RunnerInfo",

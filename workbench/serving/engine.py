@@ -30,6 +30,7 @@ from workbench.base import (
 )
 from workbench.serving.generation import EngineStats, Finish, Generation, Listener, TokenEvent
 from workbench.serving.owner import claim_runner, release_runner
+from workbench.serving.recent import RecentTimes, RecentWaits
 from workbench.serving.requests import GenerationRequest, check_request
 from workbench.serving.scheduler import FinishReason, ImageToEncode, Scheduler, SequenceState, StepPlan
 from workbench.serving.speculation import DraftAsk, Drafter
@@ -46,7 +47,7 @@ class Engine:
 
     `step_tokens` is the most new tokens per replica and step, at least one per slot; `max_queue` the most requests that
     wait for a slot. With `prefix_pages` each replica keeps up to that many pages, of `page_tokens` tokens, of the
-    beginnings of prompts; a page costs the cached rows of its tokens and one recurrent state.
+    beginnings of prompts: in the rows of its cache, as long as no sequence needs them, and one recurrent state each.
     With a `drafter` the next tokens of sequences are guessed and several may be confirmed by one step; answers stay as
     they are. A drafter that fails is let go, and `draft_error` says why.
     Use `start()` for the background thread, or call `step_once()` by hand.
@@ -90,6 +91,9 @@ class Engine:
         self._num_cached = 0
         self._num_drafted = 0
         self._num_accepted = 0
+        self._num_prompt_tokens = 0
+        self._num_generated = 0
+        self._recent = RecentWaits()
 
     def start(self) -> Engine:
         """Start the background thread; does nothing where it runs already. An engine that failed stays failed.
@@ -179,7 +183,16 @@ class Engine:
                 num_accepted=self._num_accepted,
                 num_pages=self.scheduler.num_pages,
                 num_images=self.scheduler.num_images,
+                num_pool_pages=self.scheduler.num_pool_pages,
+                num_free_pool_pages=self.scheduler.num_free_pool_pages,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_generated=self._num_generated,
             )
+
+    def recent(self) -> RecentTimes:
+        """Times to first tokens and between tokens of the last minutes, by the engine's clock."""
+        with self._changed:
+            return self._recent.times(self._clock())
 
     def step_once(self) -> bool:
         """Admit, plan, compute and hand out one step; returns whether there was any. A broken runner ends them all."""
@@ -199,15 +212,17 @@ class Engine:
                 generation.admitted_s = generation.admitted_s or now  # a pause is no second admission
                 generation.num_cached = generation.num_cached or sequence.num_cached
                 self._num_cached += sequence.num_cached
+                self._num_prompt_tokens += sequence.num_to_read
             asks = self.scheduler.draft_asks() if self._drafter is not None else []
         drafts = self._drafts(asks)
         with self._changed:
-            plan = self.scheduler.plan(drafts)
+            plan = self.scheduler.plan(self.scheduler.provide(drafts))
             unused = self.scheduler.unused()
         for replica, keys in unused:
             self.runner.drop_images(replica, keys)
         for sequence in admitted:
-            self.runner.reset_slot(sequence.replica, sequence.slot)
+            if sequence.slot >= 0:  # not paused again for want of pages
+                self.runner.reset_slot(sequence.replica, sequence.slot)
         if not plan.num_tokens:
             return False
         if not all(self._encode(image) for image in plan.encode):
@@ -286,6 +301,7 @@ class Engine:
             error = _own_error(token)
         elif error is None and reason != "stop":
             event = TokenEvent(token_id=token.token_id, logprob=token.logprob, top=token.top, time_s=now)
+            self._note_time(generation, now)
             try:
                 generation.put(event)
             except Exception as raised:
@@ -295,6 +311,14 @@ class Engine:
         elif reason is not None:
             self.scheduler.release(sequence)
             self._finish(sequence, reason)
+
+    def _note_time(self, generation: Generation, now: float) -> None:
+        self._num_generated += 1
+        if generation.last_token_s is None:
+            self._recent.first(now, now - generation.submitted_s)
+        else:
+            self._recent.gap(now, now - generation.last_token_s)
+        generation.last_token_s = now
 
     def _end(self, sequence: SequenceState, error: WorkbenchError) -> None:
         """A failure of this request alone. One that was aborted meanwhile has had its end; its slot is freed later."""

@@ -48,6 +48,10 @@ class EngineStats:
     num_accepted: int = 0
     num_pages: int = 0  # kept beginnings of prompts, over all replicas
     num_images: int = 0  # whose features the ranks hold, over all replicas
+    num_pool_pages: int = 0  # of the caches, over all replicas; a slot with rows of its own is one
+    num_free_pool_pages: int = 0  # held neither by a sequence nor as a kept beginning
+    num_prompt_tokens: int = 0  # to read at every admission, `num_cached_tokens` among them
+    num_generated: int = 0  # tokens handed out
 
 
 Listener = Callable[[TokenEvent | Finish], None]
@@ -69,6 +73,7 @@ class Generation:
         self.request_id = request_id
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
+        self.last_token_s: float | None = None
         self.num_cached = 0  # tokens of the prompt that were not read again
         self.num_drafted = 0  # tokens that were guessed, and how many of them held
         self.num_accepted = 0

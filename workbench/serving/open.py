@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from workbench.base import ConfigError
+from workbench.serving.fleet import Fleet
 from workbench.serving.inputs import ImageProcessor, read_tokenizer
 from workbench.serving.service import MultimodalInferenceService
 from workbench.serving.speculation import Drafter
@@ -32,7 +33,7 @@ def thinks_first(root: Path | str) -> bool:
 
 
 def open_service(
-    model: Runner,
+    model: Runner | Fleet,
     root: Path | str,
     *,
     prefix_pages: int = 0,

@@ -1,8 +1,8 @@
 """Which beginnings of prompts are kept, page by page, so that equal ones are read once. Pure bookkeeping, no tensors.
 
-A page is `page_tokens` tokens of a prompt, counted from its start. What a rank keeps for it is the cached rows of these
-tokens and, since recurrent layers cannot be cut later, their state right behind the page's last token. So a hit always
-ends where a state was kept, never inside a page.
+A page is `page_tokens` tokens of a prompt, counted from its start. Its cached rows stay where they are, in pages of the
+pool that whoever continues it shares (`replica_cache`); and since recurrent layers cannot be cut later, each rank
+copies their state right behind the page's last token. So a hit always ends where a state was kept, never inside a page.
 
 The key of a page covers everything that could have made its content: all tokens before and in it, the content and
 place of every image, how pad tokens are read, and whose prompt it was. Equal keys mean equal content.
@@ -14,6 +14,7 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from itertools import takewhile
 
 from workbench.serving.requests import GenerationRequest
 
@@ -54,13 +55,13 @@ class PrefixIndex:
     def __contains__(self, key: str) -> bool:
         return key in self._pages
 
+    def peek(self, keys: Iterable[str]) -> list[str]:
+        """The longest run of pages from the start that are here."""
+        return list(takewhile(self._pages.__contains__, keys))
+
     def match(self, keys: Iterable[str]) -> list[str]:
         """The longest run of pages from the start that are here; they are pinned and count as used now."""
-        found = []
-        for key in keys:
-            if key not in self._pages:
-                break
-            found.append(key)
+        found = self.peek(keys)
         for key in reversed(found):  # the first page is used by most: it ends up as the most recent
             self._pages.move_to_end(key)
             self._pins[key] += 1
@@ -77,6 +78,15 @@ class PrefixIndex:
         self._pages[key] = None
         self._pages.move_to_end(key)
 
+    def unpinned(self) -> list[str]:
+        """Pages that may go, those unused for longest first."""
+        return [key for key in self._pages if key not in self._pins]
+
+    def drop(self, key: str) -> None:
+        """A page that is no longer here."""
+        assert key not in self._pins, f"{key} is about to be read"
+        del self._pages[key]
+
     def clear(self) -> list[str]:
         """All pages, none of which is here any longer."""
         gone = list(self._pages)
@@ -90,7 +100,7 @@ class PrefixIndex:
         for key in list(self._pages):
             if len(self._pages) <= self.max_pages:
                 break
-            if not self._pins[key]:
+            if key not in self._pins:
                 del self._pages[key]
                 gone.append(key)
         return gone

@@ -107,7 +107,8 @@ class GenerationRequest:
     """A prompt as token ids, each image already expanded to one placeholder id per feature row.
 
     Of those that wait, the higher `priority` goes first; it may take the slot of a lower one, which goes on later where
-    it was. Beginnings of prompts are shared within a `tenant` only.
+    it was. Of one priority, the tenant that holds the fewest slots for its `weight` has the next one. Beginnings of
+    prompts are shared within a `tenant` only.
     """
 
     token_ids: tuple[int, ...]
@@ -116,6 +117,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     priority: int = 0
     tenant: str = ""
+    weight: float = 1.0
 
     @property
     def num_image_tokens(self) -> int:
@@ -127,6 +129,7 @@ def check_request(request: GenerationRequest, info: RunnerInfo) -> None:
     num_prompt, num_new = len(request.token_ids), request.sampling.max_tokens
     if not num_prompt:
         raise RequestError("the prompt is empty", expected="at least one token")
+    _number("weight", request.weight, 1e-3, 1e3)
     # The last generated token is never fed back, so it needs no room.
     if num_prompt + num_new - 1 > info.max_tokens:
         room = info.max_tokens - num_prompt + 1

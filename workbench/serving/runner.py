@@ -13,8 +13,9 @@ from torch import Tensor
 from workbench.base import LayoutError, RequestError, WorkbenchError
 from workbench.loading import ExpertMemory, load_sharded_weights
 from workbench.nn.batch import TokenBatch
-from workbench.nn.cache import Cache, Page, StateCache
+from workbench.nn.cache import Cache, StateCache
 from workbench.nn.model import Model
+from workbench.nn.snapshots import Snapshot
 from workbench.parallel.mesh import RankContext
 from workbench.parallel.pipeline import Pipeline
 from workbench.parallel.vision import encode_images
@@ -36,17 +37,37 @@ class RankRunner:
     """
 
     def __init__(
-        self, model: Model, ctx: RankContext, *, num_slots: int, max_tokens: int, kv_dtype: str = "auto"
+        self,
+        model: Model,
+        ctx: RankContext,
+        *,
+        num_slots: int,
+        max_tokens: int,
+        kv_dtype: str = "auto",
+        cache_tokens: int | None = None,
+        num_snapshots: int = 0,
     ) -> None:
         self.model, self.ctx, self.spec = model, ctx, model.spec
-        self.info = runner_info(model.spec, ctx.layout, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype)
-        self.cache = self.new_cache(num_slots, max_tokens)
+        self.info = runner_info(
+            model.spec,
+            ctx.layout,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            kv_dtype=kv_dtype,
+            cache_tokens=cache_tokens,
+            num_snapshots=num_snapshots,
+        )
+        self.cache = self.new_cache(
+            num_slots, self.info.max_tokens, cache_tokens=cache_tokens, num_snapshots=num_snapshots
+        )
         self.pipeline = Pipeline(model.spec, ctx, model.dtype)
         self.features: dict[str, Tensor] = {}  # image key -> (tokens, D), on the first stage
-        self.pages: dict[str, Page] = {}  # kept beginnings of prompts, this stage's part
+        self.pages: dict[str, Snapshot] = {}  # states behind kept beginnings of prompts, of this stage
         self.is_sampler = ctx.is_last_stage and ctx.coords.tp == 0
 
-    def new_cache(self, num_slots: int, max_tokens: int) -> StateCache:
+    def new_cache(
+        self, num_slots: int, max_tokens: int, *, cache_tokens: int | None = None, num_snapshots: int = 0
+    ) -> StateCache:
         return StateCache(
             self.spec,
             self.model.layer_range,
@@ -56,6 +77,8 @@ class RankRunner:
             device=self.ctx.device,
             tp_size=self.ctx.layout.tp,
             kv_dtype=self.info.kv_dtype,
+            cache_tokens=cache_tokens,
+            num_snapshots=num_snapshots,
         )
 
     @torch.inference_mode()
@@ -75,7 +98,11 @@ class RankRunner:
     def drop_images(self, keys: Collection[str]) -> None:
         for key in keys:
             self.features.pop(key, None)
-            self.pages.pop(key, None)
+            self._drop_page(key)
+
+    def _drop_page(self, key: str) -> None:
+        if (snapshot := self.pages.pop(key, None)) is not None:
+            self.cache.snapshots.give_back(snapshot)
 
     def reset_slot(self, slot: int) -> None:
         self.cache.reset(slot)
@@ -84,22 +111,40 @@ class RankRunner:
     def step(self, steps: StepInput) -> list[SampledToken | WorkbenchError]:
         """Advance this replica. Tokens of the sequences that sample, in order, on the sampler; [] on other ranks.
 
-        Raises RequestError for a chunk that does not fit its slot, or names an image that was not encoded or a page
-        that is not kept.
+        Raises RequestError for a chunk that does not fit its slot or would write rows of others, for pages that do not
+        continue the slot's table, and for one that names an image that was not encoded or a page that is not kept.
         """
+        self._deal(steps)
         self.cache.settle({step.slot: step.start for step in steps})
         for step in steps:
             if step.restore:
                 self._restore(step)
-        logits = self.run(build_batch(self.spec, steps, self._features(), device=self.ctx.device), self.cache)
+        batch = build_batch(self.spec, steps, self._features(), device=self.ctx.device)
+        self.cache.check(batch)  # on every stage before any of them waits for another
+        logits = self.run(batch, self.cache)
         for step in steps:
             if step.save:
                 stop = step.start + len(step.token_ids)
-                self.pages[step.save] = self.cache.keep(step.slot, stop - step.page_tokens, stop)
+                self.cache.pages.seal(step.slot, stop - step.page_tokens, stop)
+                self._drop_page(step.save)  # where two sequences came to the end of equal pages in one step
+                self.pages[step.save] = self.cache.keep(step.slot)
         sampling = [step for step in steps if step.sample is not None]
         if logits is None or not self.is_sampler:
             return []
         return sample_steps(logits, sampling)
+
+    def _deal(self, steps: StepInput) -> None:
+        """Bring the slots' tables up to date."""
+        if not steps:
+            return
+        page_tokens = steps[0].pool_page_tokens
+        self.cache.use_pages(page_tokens)
+        for step in steps:
+            if step.pool_page_tokens != page_tokens:
+                raise RequestError("pages of two sizes in one step", found=(page_tokens, step.pool_page_tokens))
+            if step.pages:
+                num_shared = max(0, step.start // page_tokens - step.first_page)
+                self.cache.extend(step.slot, step.first_page, step.pages, num_shared=num_shared)
 
     def _restore(self, step: SequenceStep) -> None:
         missing = [key for key in step.restore if key not in self.pages]
@@ -107,7 +152,7 @@ class RankRunner:
             raise RequestError(
                 f"{len(missing)} of {len(step.restore)} pages are not kept, for a chunk that starts at {step.start}"
             )
-        self.cache.restore(step.slot, [self.pages[key] for key in step.restore])
+        self.cache.restore(step.slot, self.pages[step.restore[-1]])
 
     @torch.inference_mode()
     def logits_of(self, steps: StepInput, *, use_cache: bool = True) -> tuple[Tensor | None, StateCache | None]:
@@ -245,10 +290,13 @@ class LocalRunner:
         num_slots: int = 8,
         max_tokens: int = 4096,
         kv_dtype: str = "auto",
+        cache_tokens: int | None = None,
+        num_snapshots: int = 0,
         expert_memory: ExpertMemory | None = None,
     ) -> LocalRunner:
         """Load a whole checkpoint into this process. `kv_dtype`: how rows of tokens are cached, see `nn.rows`;
-        `expert_memory`: how much of the experts is held, see `load_sharded_weights`.
+        `cache_tokens` and `num_snapshots`: see `nn.cache`; `expert_memory`: how much of the experts is held, see
+        `load_sharded_weights`.
 
         Raises as `load_sharded_weights`, and ConfigError for an unknown `kv_dtype`.
         """
@@ -257,4 +305,13 @@ class LocalRunner:
             model_path, precision=precision, dtype=dtype, device=device, expert_memory=expert_memory
         )
         loaded.model.eval().requires_grad_(False)
-        return cls(RankRunner(loaded.model, loaded.ctx, num_slots=num_slots, max_tokens=max_tokens, kv_dtype=kv_dtype))
+        runner = RankRunner(
+            loaded.model,
+            loaded.ctx,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            kv_dtype=kv_dtype,
+            cache_tokens=cache_tokens,
+            num_snapshots=num_snapshots,
+        )
+        return cls(runner)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 from workbench.base import RequestError
 from workbench.serving.constraint import Grammars
 from workbench.serving.engine import Engine
+from workbench.serving.fleet import Fleet
 from workbench.serving.generation import EngineStats
 from workbench.serving.inputs import (
     AnswerStream,
@@ -29,6 +30,7 @@ from workbench.serving.inputs import (
     render_chat,
 )
 from workbench.serving.pieces import AnswerPieces
+from workbench.serving.recent import RecentTimes
 from workbench.serving.reply import Answer, Reply
 from workbench.serving.requests import Constraint, GenerationRequest, PlacedImage, SamplingParams
 from workbench.serving.speculation import Drafter
@@ -61,20 +63,22 @@ class Processor(Protocol):
 
 
 class MultimodalInferenceService:
-    """A model that answers: give it a runner, a tokenizer and, for a model with vision, an image processor.
+    """A model that answers: give it a runner, or a fleet of them, a tokenizer and, for a model with vision, an image
+    processor.
 
         with MultimodalInferenceService(deployment, tokenizer, ImageProcessor(spec.image)) as service:
             print(service.infer("What is in the picture?", Path("cat.png")).text)
 
     May be used from many threads; requests share the model's steps. `step_tokens` is the most new tokens per step and
-    replica, `max_queue` the most requests that wait; `prefix_pages`, `page_tokens` and `drafter` are as in `Engine`.
+    replica, `max_queue` the most requests that wait; `prefix_pages`, `page_tokens` and `drafter` are as in `Engine`. A
+    fleet makes its engines itself: these settings are not for them.
     With `thinking` the model thinks first unless a question says otherwise. Closing the service leaves the runner and
     the drafter open.
     """
 
     def __init__(
         self,
-        model: Runner,
+        model: Runner | Fleet,
         tokenizer: Tokenizer,
         image_processor: Processor | None = None,
         *,
@@ -88,13 +92,17 @@ class MultimodalInferenceService:
         self.thinking = thinking
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
         self.grammars = Grammars(tokenizer)
-        self.engine = Engine(
-            model,
-            step_tokens=step_tokens,
-            max_queue=max_queue,
-            prefix_pages=prefix_pages,
-            page_tokens=page_tokens,
-            drafter=drafter,
+        self.engine = (
+            model
+            if isinstance(model, Fleet)
+            else Engine(
+                model,
+                step_tokens=step_tokens,
+                max_queue=max_queue,
+                prefix_pages=prefix_pages,
+                page_tokens=page_tokens,
+                drafter=drafter,
+            )
         )
 
     def start(self) -> MultimodalInferenceService:
@@ -108,6 +116,10 @@ class MultimodalInferenceService:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def recent(self) -> RecentTimes:
+        """Times to first tokens and between tokens of the last minutes."""
+        return self.engine.recent()
 
     def __enter__(self) -> MultimodalInferenceService:
         return self.start()
@@ -218,6 +230,7 @@ def placed_request(
     constraint: Constraint | None = None,
     *,
     tenant: str = "",
+    weight: float = 1.0,
 ) -> GenerationRequest:
     """The request for a prompt with its images. Raises RequestError where they do not belong together."""
     if [(span.key, span.count) for span in prompt.image_spans] != [(x.key, x.num_tokens) for x in images]:
@@ -227,7 +240,12 @@ def placed_request(
         for span, image in zip(prompt.image_spans, images, strict=True)
     )
     return GenerationRequest(
-        token_ids=prompt.token_ids, images=placed, sampling=sampling, constraint=constraint, tenant=tenant
+        token_ids=prompt.token_ids,
+        images=placed,
+        sampling=sampling,
+        constraint=constraint,
+        tenant=tenant,
+        weight=weight,
     )
 
 

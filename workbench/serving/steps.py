@@ -15,7 +15,7 @@ import numpy as np
 from workbench.base import RequestError, WorkbenchError
 from workbench.placement import Layout
 from workbench.serving.requests import SamplingParams
-from workbench.spec import ModelSpec, check_kv_dtype
+from workbench.spec import ModelSpec, ReadingCost, check_kv_dtype, reading_cost
 
 __all__ = [
     "Draft",
@@ -64,9 +64,12 @@ class SequenceStep:
     `history` is there where `sample` needs it: int32 ids of the whole sequence, of which the last `step_idx` were
     generated. `allowed` has one bit per id, in little-endian words of 32: those that may be chosen; empty means all.
 
-    `restore` has the keys of kept pages that hold the `start` tokens before this chunk, first page first: they are
-    copied into the slot before it is read. With `save` set, the last `page_tokens` tokens up to the end of the chunk,
-    and the state behind them, are kept under that key.
+    Where rows lie in pages of a pool, of `pool_page_tokens` each (0: every slot has rows of its own), `pages` are those
+    that the slot's table gets from entry `first_page` on, before the chunk is read.
+
+    `restore` has the keys of kept pages that hold the `start` tokens before this chunk, first page first: their rows
+    come with `pages`, and the state behind the last of them is copied into the slot. With `save` set, the state behind
+    the chunk is kept under that key; the last `page_tokens` tokens up to there are not written again.
 
     With `drafts` the last tokens of the chunk are guesses, behind at least one that is certain, and each token from the
     last certain one on gives logits. A chunk with guesses, or one that `is_tentative` altogether, leaves the state of
@@ -85,6 +88,9 @@ class SequenceStep:
     restore: tuple[str, ...] = ()
     save: str = ""
     page_tokens: int = 0
+    pages: tuple[int, ...] = ()
+    first_page: int = 0
+    pool_page_tokens: int = 0
     drafts: tuple[Draft, ...] = ()
     is_tentative: bool = False
 
@@ -110,7 +116,9 @@ class SampledToken:
 class RunnerInfo:
     """What the engine must know of a runner. Each replica holds `num_slots` sequences of `max_tokens` cached tokens.
 
-    `kv_dtype`: how rows of tokens are held there, one of `spec.KV_DTYPES`.
+    `kv_dtype`: how rows of tokens are held there, one of `spec.KV_DTYPES`. `cache_tokens`: rows of a pool that all
+    slots of a replica share; 0: each slot has its own. `num_snapshots`: room for states of kept prefixes. `reading`:
+    what chunks of prompts cost; None where they cost by their tokens alone.
     """
 
     dp: int
@@ -120,6 +128,14 @@ class RunnerInfo:
     has_vision: bool
     stop_ids: tuple[int, ...] = ()  # tokens with which the model ends its answer
     kv_dtype: str = "auto"
+    cache_tokens: int = 0
+    num_snapshots: int = 0
+    reading: ReadingCost | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the cache of a replica holds."""
+        return self.cache_tokens or self.num_slots * self.max_tokens
 
 
 @runtime_checkable
@@ -134,9 +150,16 @@ class Recovering(Protocol):
 
 
 def runner_info(
-    spec: ModelSpec, layout: Layout, *, num_slots: int, max_tokens: int, kv_dtype: str = "auto"
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    num_slots: int,
+    max_tokens: int,
+    kv_dtype: str = "auto",
+    cache_tokens: int | None = None,
+    num_snapshots: int = 0,
 ) -> RunnerInfo:
-    """What the engine may count on.
+    """What the engine may count on. A pool of fewer than `max_tokens` rows bounds the length of a sequence.
 
     Raises RequestError for a size below 1 or beyond the model's context, ConfigError for an unknown `kv_dtype`.
     """
@@ -146,14 +169,22 @@ def runner_info(
             f"num_slots={num_slots}, max_tokens={max_tokens}",
             expected=f"at least one slot, and 1 to {spec.max_context} tokens, the model's context",
         )
+    if (cache_tokens is not None and cache_tokens < 1) or num_snapshots < 0:
+        raise RequestError(
+            f"cache_tokens={cache_tokens}, num_snapshots={num_snapshots}",
+            expected="a pool of at least one token, and no fewer than 0 snapshots",
+        )
     return RunnerInfo(
         dp=layout.dp,
         num_slots=num_slots,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens if cache_tokens is None else min(max_tokens, cache_tokens),
         vocab_size=spec.vocab_size,
         has_vision=spec.vision is not None,
         stop_ids=(spec.tokens.eos,),
         kv_dtype=kv_dtype,
+        cache_tokens=cache_tokens or 0,
+        num_snapshots=num_snapshots,
+        reading=reading_cost(spec),
     )
 
 
@@ -182,7 +213,7 @@ class Runner(Protocol):
         """Forget features of images and kept pages; unknown keys are ignored."""
 
     def reset_slot(self, replica: int, slot: int) -> None:
-        """Clear a slot before a new sequence enters it."""
+        """Clear a slot before a new sequence enters it; it has no pages then."""
 
     def step(self, inputs: Sequence[StepInput]) -> Sequence[Sequence[SampledToken | WorkbenchError]]:
         """Advance all replicas together: one input each, one list each, in the order of its sequences that sample.

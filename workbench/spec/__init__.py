@@ -41,6 +41,7 @@ from workbench.spec.model import (
 from workbench.spec.parse import draft_tensors, parse_config, published_tensors, read_spec
 from workbench.spec.quant import QuantGroup, QuantSpec, RuleBook
 from workbench.spec.quant_rules import QuantRow, QuantTable, module_kind, resolve_quant_rules
+from workbench.spec.reading import ReadingCost, reading_cost
 from workbench.spec.rope import LlamaScaling, RopeSpec, YarnSpec
 from workbench.spec.routing import choose_experts
 from workbench.spec.storage import SCHEMES, UNREAD_PARTS, Scheme, pieces_of, scheme_table
@@ -77,6 +78,7 @@ __all__ = [
     "QuantRow",
     "QuantSpec",
     "QuantTable",
+    "ReadingCost",
     "Role",
     "RopeSpec",
     "RuleBook",
@@ -103,6 +105,7 @@ __all__ = [
     "published_tensors",
     "read_json",
     "read_spec",
+    "reading_cost",
     "require_runnable",
     "resolve_quant_rules",
     "scheme_table",

@@ -11,6 +11,7 @@ from workbench.view.charts import (
     latency_bars,
     load_timeline,
 )
+from workbench.view.experts import ExpertHeat, draw_expert_heat, expert_heat
 from workbench.view.figures import plotly_figure
 from workbench.view.loading import load_piece_table, load_stage_bars, load_stage_lines, load_stage_table
 from workbench.view.loading_panel import LoadStagesView
@@ -41,6 +42,7 @@ __all__ = [
     "BarChart",
     "Chart",
     "ChoicePanel",
+    "ExpertHeat",
     "HeatMap",
     "LineChart",
     "LinkGraph",
@@ -64,9 +66,11 @@ __all__ = [
     "communication_bars",
     "comparison_bars",
     "difference_by_layer",
+    "draw_expert_heat",
     "draw_svg",
     "error_bars",
     "errors_by_layer",
+    "expert_heat",
     "exam_chart",
     "expert_lines",
     "facts_table",

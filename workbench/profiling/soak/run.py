@@ -256,15 +256,19 @@ def _pool_check(before: Mapping[str, int], after: Mapping[str, int], max_pages: 
 
 
 def _memory_check(trends: Sequence[MemoryTrend], settings: SoakSettings) -> SoakCheck:
+    # A rank that was killed early, or started late, has too short a life to say anything about it: what it takes on
+    # first use is no growth.
+    most = max((trend.num_samples for trend in trends), default=0)
+    shown = [trend for trend in trends if trend.is_flat is not None and 2 * trend.num_samples >= most]
     faults = [
         f"{trend.name} grew by {human(trend.growth_bytes, 'B')}, allowed {human(trend.allowed_bytes, 'B')}"
-        for trend in trends
-        if trend.is_flat is False
+        for trend in shown
+        if not trend.is_flat
     ]
-    shown = [trend for trend in trends if trend.is_flat is not None]
-    # A rank that is killed early, or started late, has too short a life to say anything about it.
     is_shown = bool(shown) and (settings.kill_after_s is not None or len(shown) == len(trends))
-    return _check("memory flat", faults, f"{len(shown)} of {len(trends)} processes long enough", is_shown=is_shown)
+    slopes = ", ".join(f"{trend.name} {human(trend.bytes_per_s * 60, 'B')}" for trend in shown)
+    good = f"a minute: {slopes}" if shown else f"none of {len(trends)} processes long enough"
+    return _check("memory flat", faults, good, is_shown=is_shown)
 
 
 def _company_check(ledger: Ledger, users: Sequence[User], settings: SoakSettings, *, has_pictures: bool) -> SoakCheck:

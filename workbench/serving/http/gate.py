@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -50,6 +50,12 @@ class Gate:
         self.draining_since: float | None = None
         self._clock = clock
         self._buckets = Buckets(settings.requests_per_minute, clock) if settings.requests_per_minute else None
+        self._own_buckets = {
+            holder: Buckets(quota.requests_per_minute, clock)
+            for holder, quota in settings.quotas.items()
+            if quota.requests_per_minute is not None
+        }
+        self._inside: Counter[str] = Counter()  # by holder, of those with a quota
         self._mean_s = 1.0  # of the requests that ended lately
 
     @property
@@ -91,19 +97,32 @@ class Gate:
         """One place inside, for a request of `name`. Raises ApiError where there is none to be had now."""
         if self.draining_since is not None:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=5)
-        if self._buckets is not None and (wait_s := self._buckets.take(name)):
+        quota = self.settings.quota_of(name)
+        if quota.at_once is not None and self._inside[name] >= quota.at_once:
             raise ApiError(
                 429,
-                f"more than {self.settings.requests_per_minute} requests per minute",
+                f"more than {quota.at_once} requests of one holder at once",
+                code="too_many_at_once",
+                retry_after_s=self.retry_after_s,
+            )
+        buckets = self._own_buckets.get(name, self._buckets)
+        if buckets is not None and (wait_s := buckets.take(name)):
+            raise ApiError(
+                429,
+                f"more than {quota.requests_per_minute or self.settings.requests_per_minute} requests per minute",
                 code="rate_limit_exceeded",
                 retry_after_s=max(1, math.ceil(wait_s)),
             )
         if self.num_inside >= self.capacity:
             raise ApiError(429, "too many requests wait already", code="queue_full", retry_after_s=self.retry_after_s)
         self.num_inside += 1
+        if name in self.settings.quotas:
+            self._inside[name] += 1
         start = self._clock()
         try:
             yield
         finally:
             self.num_inside -= 1
+            if name in self.settings.quotas:
+                self._inside[name] -= 1
             self._mean_s += 0.1 * (self._clock() - start - self._mean_s)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from workbench.serving.engine import Engine
+from workbench.serving.fleet import Fleet
 from workbench.serving.generation import Finish, Generation, Listener, TokenEvent
 from workbench.serving.http.prompts import Ask
 from workbench.serving.pieces import AnswerPieces, Piece
@@ -52,7 +53,7 @@ class LiveAnswers:
     Raises as `Engine.submit`; then nothing stays queued.
     """
 
-    def __init__(self, engine: Engine, asks: Sequence[Ask]) -> None:
+    def __init__(self, engine: Engine | Fleet, asks: Sequence[Ask]) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[Choice, TokenEvent | Finish]] = asyncio.Queue()
         self.choices = [Choice(index, ask.new_pieces()) for index, ask in enumerate(asks)]

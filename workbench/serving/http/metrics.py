@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from workbench.serving.engine import Engine
+from workbench.serving.fleet import Fleet
 from workbench.serving.http.gate import Gate
 
 __all__ = ["Metrics"]
@@ -20,7 +21,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 class Metrics:
     """One registry per server, so that several may live in one process."""
 
-    def __init__(self, engine: Engine, gate: Gate) -> None:
+    def __init__(self, engine: Engine | Fleet, gate: Gate) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter(
@@ -61,7 +62,7 @@ class Metrics:
 
 
 class _EngineState(Collector):
-    def __init__(self, engine: Engine, gate: Gate) -> None:
+    def __init__(self, engine: Engine | Fleet, gate: Gate) -> None:
         self._engine, self._gate = engine, gate
 
     def collect(self) -> Iterator[Metric]:
@@ -70,6 +71,11 @@ class _EngineState(Collector):
             "running": ("Requests with a slot", stats.num_running),
             "waiting": ("Requests that wait for a slot", stats.num_waiting),
             "free_slots": ("Slots without a request", stats.num_free_slots),
+            "pool_pages_free": ("Pages of the cache that hold nothing", stats.num_free_pool_pages),
+            "pool_pages_used": (
+                "Pages of the cache that sequences or kept beginnings of prompts hold",
+                stats.num_pool_pages - stats.num_free_pool_pages,
+            ),
             "in_flight": ("Requests inside the server", self._gate.num_inside),
             "failed": ("1 where the engine has failed for good", float(self._engine.error is not None)),
         }
@@ -83,7 +89,7 @@ class _EngineState(Collector):
             "draft_tokens": ("Tokens guessed ahead of the model", stats.num_drafted),
             "accepted_draft_tokens": ("Guessed tokens that held", stats.num_accepted),
             "restarts": ("Times the ranks were replaced after one of them failed", stats.num_restarts),
-            "engine_preempted": ("Requests that gave their slot to one of higher priority", stats.num_preempted),
+            "engine_preempted": ("Requests that gave their slot, or pages, to one before them", stats.num_preempted),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"workbench_{name}", text, value=value)

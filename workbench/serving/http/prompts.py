@@ -83,7 +83,12 @@ def prepare_chat(
         _checked(
             Ask(
                 request=placed_request(
-                    prompt, pictures, each, constraint.anew() if constraint is not None else None, tenant=tenant
+                    prompt,
+                    pictures,
+                    each,
+                    constraint.anew() if constraint is not None else None,
+                    tenant=tenant,
+                    weight=settings.quota_of(tenant).weight,
                 ),
                 new_pieces=new_pieces,
             ),
@@ -115,9 +120,8 @@ def prepare_completion(
             stop_ids=tokenizer.stop_ids,
         )
         for each in sampling:
-            asks.append(
-                _checked(Ask(request=placed_request(prompt, [], each, tenant=tenant), new_pieces=new_pieces), service)
-            )
+            request = placed_request(prompt, [], each, tenant=tenant, weight=settings.quota_of(tenant).weight)
+            asks.append(_checked(Ask(request=request, new_pieces=new_pieces), service))
     return asks
 
 

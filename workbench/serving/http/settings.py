@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workbench.base import ConfigError, read_small_file
+from workbench.serving.http.quotas import Quota
 
 __all__ = ["ServerSettings", "read_api_keys"]
 
@@ -24,7 +25,7 @@ class ServerSettings:
     Sizes are bytes, times seconds. `max_waiting` requests may wait beyond those that have a slot; the next one is told
     to come back. `requests_per_minute` holds per key (per address where there are no keys), None for no limit.
     `image_origins` are the sites, such as `https://images.example.org`, whose pictures may be fetched; by default only
-    pictures inside the request are taken.
+    pictures inside the request are taken. `quotas` are by holder; whoever has none is bound by what holds for all.
     """
 
     model: str
@@ -36,6 +37,7 @@ class ServerSettings:
 
     max_waiting: int = 64
     requests_per_minute: int | None = None
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
     max_connections: int = 512
     max_body: int = 32 << 20
     max_header: int = 32 << 10
@@ -70,11 +72,16 @@ class ServerSettings:
         times = (self.header_timeout_s, self.body_timeout_s, self.write_timeout_s, self.request_timeout_s)
         if min(times) <= 0 or self.drain_timeout_s < 0:
             raise ConfigError("times must be above 0", found=str(self))
+        if strangers := set(self.quotas) - set(self.api_keys.values()):
+            raise ConfigError("quotas of holders without a key", found=", ".join(sorted(strangers)))
         for origin in self.image_origins:
             if not ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     "not the origin of a site", found=repr(origin), expected="such as https://images.example.org"
                 )
+
+    def quota_of(self, holder: str) -> Quota:
+        return self.quotas.get(holder, Quota())
 
 
 def read_api_keys(path: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from workbench.serving.http.errors import ApiError, api_error, error_response
 from workbench.serving.http.metrics import Metrics
+from workbench.serving.http.telemetry import record_span
 
 __all__ = ["LOG", "JsonLines", "Watched"]
 
@@ -96,11 +97,10 @@ class Watched:
             self._metrics.seconds.labels(route).observe(seconds)
             # Paths come from anybody, so only known ones are spelled out in full.
             base = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:200]}
-            LOG.log(
-                level,
-                "request",
-                extra={"fields": {**base, "status": status or GONE, "seconds": round(seconds, 6), **fields}},
-            )
+            line = {**base, "status": status or GONE, "seconds": round(seconds, 6), **fields}
+            LOG.log(level, "request", extra={"fields": line})
+            name = f"{scope['method']} {route}"
+            record_span(name, scope["headers"], seconds=seconds, fields=line, is_failure=status >= 500)
 
     def _check_headers(self, scope: Scope) -> None:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + len(scope.get("raw_path") or b"")

@@ -1,0 +1,336 @@
+"""Native kernels: against float64, alone and in company, with numbers that are none, and what happens without them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from nn_tiny import MOE, assert_near, batch_of, random_ids, tiny_cache, tiny_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workbench.nn import SCHEMES, Linear, native
+from workbench.nn.moe import Experts
+from workbench.nn.native import build, calls, dispatch
+from workbench.nn.native.calls import KINDS, Held, Kernels
+from workbench.nn.native.trial import TOLERANCE, attend_reference, experts_reference, faults, wide
+from workbench.nn.precision import Precision
+from workbench.spec import Activation
+
+DTYPES = list(KINDS)
+SILU = Activation(kind="silu")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    found = native.kernels()
+    if found is None:
+        pytest.skip("no native kernels here: no compiler, or switched off")
+    return found
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+    monkeypatch.setattr(dispatch, "LEAST_WEIGHTS", 0)
+
+
+def draw(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def held(rows: tuple[int, ...], dtype: torch.dtype, *, is_packed: bool, seed: int = 4) -> Held:
+    values = draw(*rows, seed=seed) / rows[-1] ** 0.5
+    if not is_packed:
+        return values.to(dtype), None
+    parts = SCHEMES["mxfp4"].encode(values)
+    return parts["weight_packed"], parts["weight_scale"]
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "mxfp4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_equal_the_reference_at_every_odd_size(kernels: Kernels, dtype: torch.dtype, is_packed: bool) -> None:
+    for num, rows, columns in (
+        (1, 1, 2),
+        (1, 131, 94),
+        (2, 47, 32),
+        (3, 49, 130),
+        (4, 300, 64),
+        (5, 7, 98),
+        (16, 97, 66),
+    ):
+        x, w = draw(num, columns, dtype=dtype), held((rows, columns), dtype, is_packed=is_packed)
+        found = kernels.linear(x, w)
+        assert found.dtype is dtype
+        assert_near(found.double(), x.double() @ wide(w).mT, TOLERANCE[dtype], what=f"{num} x {columns} -> {rows}")
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_is_the_same_to_the_bit_whoever_stands_beside_it(
+    kernels: Kernels, dtype: torch.dtype, is_packed: bool
+) -> None:
+    x, w = draw(17, 150, dtype=dtype), held((101, 150), dtype, is_packed=is_packed)
+    alone = torch.cat([kernels.linear(row[None], w) for row in x])
+    for num in range(2, 18):
+        assert torch.equal(kernels.linear(x[:num].contiguous(), w), alone[:num]), num
+    slots = torch.randint(0, 5, (17, 2), generator=torch.Generator().manual_seed(1))
+    shapes = ((5, 60, 150), (5, 150, 60), (5, 60, 150))
+    w1, w2, w3 = (held(shape, dtype, is_packed=is_packed, seed=i) for i, shape in enumerate(shapes))
+    none = (None, None, None)
+    together = kernels.experts(x, slots, (w1, w2, w3), none, SILU)
+    for t in (0, 7, 16):
+        own = kernels.experts(x[t : t + 1], slots[t : t + 1], (w1, w2, w3), none, SILU)
+        assert torch.equal(together[t], own[0]), t
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "mxfp4"])
+def test_what_is_no_number_stays_in_its_own_row_and_column(kernels: Kernels, is_packed: bool) -> None:
+    x = draw(6, 70, dtype=torch.bfloat16)
+    x[2, 69], x[4, 0] = float("nan"), float("inf")
+    codes, scales = held((9, 70), torch.bfloat16, is_packed=is_packed)
+    spoilt = 255 if is_packed else float("nan")
+    (codes if scales is None else scales)[5] = spoilt  # a whole row, which begins right behind the end of row 4
+    found = kernels.linear(x, (codes, scales))
+    expected = x.double() @ wide((codes, scales)).mT
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    assert found[2].isnan().all()
+    good = expected.isfinite()
+    assert_near(found[good].double(), expected[good], TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "mxfp4"])
+@pytest.mark.parametrize(
+    "activation",
+    [SILU, Activation(kind="situ", beta=3.0, linear_beta=20.0), Activation(kind="swiglu_oai", alpha=1.7, limit=1.0)],
+    ids=lambda x: x.kind,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_per_pair", [False, True])
+def test_experts_equal_the_reference(
+    kernels: Kernels, dtype: torch.dtype, activation: Activation, is_packed: bool, is_per_pair: bool
+) -> None:
+    num, top_k, width, latent = 7, 3, 52, 100
+    slots = torch.randint(-1, 4, (num, top_k), generator=torch.Generator().manual_seed(2))
+    x = draw(num * (top_k if is_per_pair else 1), latent, dtype=dtype)
+    shapes = ((4, width, latent), (4, latent, width), (4, width, latent))
+    matrices = tuple(held(shape, dtype, is_packed=is_packed, seed=i) for i, shape in enumerate(shapes))
+    for biases in ([None] * 3, [draw(*shape[:2], seed=9, dtype=dtype) for shape in shapes]):
+        found = kernels.experts(x, slots, matrices, biases, activation)  # type: ignore[arg-type]
+        expected = experts_reference(x, slots, matrices, biases, activation)  # type: ignore[arg-type]
+        assert_near(found.double(), expected, TOLERANCE[dtype])
+        assert not found[slots < 0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (5, 5), (24, 2), (11, 1)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_equals_the_reference_and_reads_no_further_than_it_may(
+    kernels: Kernels, dtype: torch.dtype, heads: int, kv_heads: int, has_sinks: bool
+) -> None:
+    lengths, width, v_width = (1, 130, 64, 7), 36, 77
+    q = draw(len(lengths), heads, width, dtype=dtype)
+    tables = draw(4, 140, kv_heads, width, dtype=dtype), draw(4, 140, kv_heads, v_width, seed=5, dtype=dtype)
+    for table in tables:
+        for own, length in zip(table, lengths, strict=True):
+            own[length:] = float("nan")
+    keys, values = ([x[:n] for x, n in zip(table, lengths, strict=True)] for table in tables)
+    sinks = draw(heads, seed=6) if has_sinks else None
+    found = kernels.attend(q, keys, values, 0.2, sinks)
+    assert_near(found.double(), attend_reference(q, keys, values, 0.2, sinks), TOLERANCE[dtype])
+    for s in range(len(lengths)):
+        alone = kernels.attend(q[s : s + 1], keys[s : s + 1], values[s : s + 1], 0.2, sinks)
+        assert torch.equal(alone[0], found[s])
+
+
+def test_scores_far_apart_and_scores_that_are_no_numbers(kernels: Kernels) -> None:
+    q, keys, values = torch.ones(3, 2, 8), torch.ones(3, 5, 1, 8), draw(3, 5, 1, 8)
+    keys[0, 3] = 500.0  # one token takes all
+    keys[1] = -3000.0  # all equally far off
+    keys[2, 1, 0, 0] = float("nan")
+    found = kernels.attend(q, list(keys), list(values), 1.0, None)
+    assert_near(found[0], values[0, 3].expand(2, 8), 1e-6)
+    assert_near(found[1], values[1].mean(0).expand(2, 8), 1e-6)
+    assert found[2].isnan().all()
+
+
+# which work they are asked for
+
+
+class Listening(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_they_are_asked_in_inference_on_the_host_for_few_rows_and_for_nothing_else(kernels: Kernels) -> None:
+    x, w = draw(3, 128), draw(64, 128, seed=4)
+    assert_near(native.linear(x, (w, None)), x @ w.mT, 1e-5)
+    assert_near(native.linear(x[None], (w, None)), (x @ w.mT)[None], 1e-5)
+    assert native.linear(x, None) is None
+    assert native.linear(draw(dispatch.MAX_ROWS + 1, 128), (w, None)) is None
+    assert native.linear(x[:0], (w, None)) is None
+    assert native.linear(x.double(), (w.double(), None)) is None
+    assert native.linear(x.bfloat16(), (w, None)) is None
+    assert native.linear(x, (draw(128, 64).mT, None)) is None
+    assert native.linear(x, (w[:8], None)) is None  # too small to be worth a call
+    assert native.linear(x.to("meta"), (w, None)) is None
+    assert native.linear(x.clone().requires_grad_(), (w, None)) is None
+    assert native.linear(x, (w.clone().requires_grad_(), None)) is None
+    with torch.no_grad():
+        assert native.linear(x, (w.clone().requires_grad_(), None)) is not None
+    with Listening():
+        assert native.linear(x, (w, None)) is None
+
+
+def test_gradients_of_a_layer_are_those_of_torch() -> None:
+    layer, x = Linear(64, 128), draw(3, 128).requires_grad_()
+    layer.write(draw(64, 128, seed=4))
+    (found,) = torch.autograd.grad(layer(x).square().sum(), x)
+    expected = 2 * (x @ layer.weight.mT) @ layer.weight
+    assert_near(found, expected.detach(), 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mxfp4"])
+def test_a_model_computes_the_same_with_them(any_size: None, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """Against the same model in float64, which they leave alone: prefill, ragged decoding, one token by itself."""
+    prompts = (random_ids(9), random_ids(5, seed=1))
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        model = tiny_model(precision=precision, dtype=dtype)
+        cache, found = tiny_cache(model), []
+        with torch.inference_mode():
+            found.append(model(batch_of([(2, 0, prompts[0]), (0, 0, prompts[1])]), cache=cache))
+            for step in range(3):
+                found.append(model(batch_of([(2, 9 + step, [step]), (0, 5 + step, [7])]), cache=cache))
+            found.append(model(batch_of([(2, 12, [3])]), cache=cache))
+        return found
+
+    asked: list[str] = []
+    for name in ("linear", "experts", "attend"):
+        original = getattr(Kernels, name)
+        spy = lambda self, *args, name=name, original=original: asked.append(name) or original(self, *args)  # noqa: E731
+        monkeypatch.setattr(Kernels, name, spy)
+    expected = run(torch.float64)
+    assert not asked
+    for found, wanted in zip(run(torch.float32), expected, strict=True):
+        assert_near(found.double(), wanted, 1e-4)
+    assert set(asked) == {"linear", "experts", "attend"}
+
+
+def test_experts_from_a_pool_are_those_of_the_stack_to_the_bit(any_size: None) -> None:
+    experts = Experts(MOE, Precision.parse("mxfp4"))
+    for i, store in enumerate((experts.w1, experts.w2, experts.w3)):
+        for e in range(MOE.num_experts):
+            store.write(draw(*store.logical_shape[1:], seed=10 * i + e) / 6, index=e)
+    x, slots = (
+        draw(4, MOE.latent_dim, dtype=torch.bfloat16),
+        torch.tensor([[0, 3, 5], [3, -1, 7], [1, 2, 3], [3, 4, 9]]),
+    )
+    with torch.inference_mode():
+        at_once = experts.at_once(x, slots)
+        weights_of = experts.weights_of(torch.bfloat16)
+        assert at_once is not None
+        for t in range(4):
+            for k in range(3):
+                if slots[t, k] >= 0:
+                    own = experts.one(x[t : t + 1], *weights_of(int(slots[t, k])))
+                    assert torch.equal(at_once[t, k], own[0])
+
+
+def test_the_profiler_sees_them_by_the_name_of_the_work(kernels: Kernels) -> None:
+    from workbench.profiling.operators import record_step
+
+    layer, x = Linear(64, 128, dtype=torch.bfloat16), draw(3, 128, dtype=torch.bfloat16)
+    layer.write(draw(64, 128, seed=4))
+    layer.requires_grad_(False)
+    ledger = record_step(lambda: layer(x), torch.device("cpu"))[0].read()[0]
+    (own,) = [each for each in ledger.operators if each.name == "native::mm"]
+    assert (own.category, own.shapes) == ("gemm", ((3, 128), (128, 64)))
+
+
+# what happens without them
+
+
+def test_the_trial_finds_nothing_wrong(kernels: Kernels) -> None:
+    assert faults(kernels) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "named"),
+    [("if (columns % BLOCK) {", "if (false) {", ("linear", "experts", "attend"))],
+    ids=["columns behind the last block left out"],
+)
+def test_a_wrong_kernel_is_found_by_its_trial(tmp_path: Path, kernels: Kernels, right: str, wrong: str, named) -> None:
+    for source in build.SOURCES:
+        text = source.read_text()
+        (tmp_path / source.name).write_text(text.replace(right, wrong))
+    assert any(right in source.read_text() for source in build.SOURCES)
+    library = build.load_library(tuple(tmp_path / source.name for source in build.SOURCES), tmp_path / "cache")
+    found = " ".join(faults(Kernels(library)))
+    assert all(name in found for name in named), found
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_library_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("built again"))
+    build.load_library()
+
+
+def _compiler_that(tmp_path: Path, *lines: str) -> str:
+    path = tmp_path / "compiler"
+    path.write_text("\n".join(("#!/bin/sh", 'if [ "$1" = --version ]; then echo 1; exit 0; fi', *lines, "")))
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "word"),
+    [
+        (("echo 'x.cpp:1: error: no such register' >&2", "exit 1"), "no such register"),
+        (("kill -9 $$",), "exit status -9"),
+        (('for last; do :; done; echo "not a library" > "$last"',), "OSError"),
+    ],
+    ids=["refuses", "dies", "writes nonsense"],
+)
+def test_a_compiler_that_fails_means_torch_and_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lines: tuple[str, ...],
+    word: str,
+) -> None:
+    monkeypatch.setenv("CXX", _compiler_that(tmp_path, *lines))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calls, "_found", [])
+    x, layer = draw(3, 128), Linear(64, 128).requires_grad_(False)
+    layer.write(draw(64, 128, seed=4))
+    with caplog.at_level(logging.WARNING, logger="workbench.native"):
+        for _ in range(2):
+            assert_near(layer(x), x @ layer.weight.mT, 1e-5)
+    (record,) = caplog.records
+    assert word in record.getMessage()
+    kept = [path.name for path in (tmp_path / "day0-workbench" / "native").iterdir() if path.name != "lock"]
+    assert len(kept) == (1 if word == "OSError" else 0), kept
+
+
+@pytest.mark.parametrize("why", ["no compiler", "no home", "a file in the way", "switched off"])
+def test_without_a_way_to_build_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    monkeypatch.setattr(calls, "_found", [])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if why == "no compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+    elif why == "no home":
+        monkeypatch.setattr(build, "cache_folder", lambda: Path(os.devnull) / "folder")
+    elif why == "a file in the way":
+        (tmp_path / "day0-workbench").write_text("")
+    else:
+        monkeypatch.setenv(calls.SWITCH, "0")
+    with caplog.at_level(logging.WARNING, logger="workbench.native"):
+        assert native.kernels() is None
+        assert native.kernels() is None
+    assert len(caplog.records) == (0 if why == "switched off" else 1)
