@@ -8,7 +8,8 @@ the whole of each process; what a process takes beside its model is measured on 
 prompt and a decode step, predicted from operators that are timed as the ranks run them (as many at once as ranks
 compute at once, weights as cold as in a pass), from collectives that are measured between two processes, and from the
 time between two operators, measured on the smallest model. Where a time is off, a profile of the same steps says in
-which kind of operator. The two larger models are written with random weights into a temporary folder.
+which kind of operator. The two larger models are written with random weights into a temporary folder. Ranks run torch's
+operators, which is what a plan adds up: with the native kernels, which no plan counts, they decode faster.
 
 Memory may be measured on a busy machine. Times want one that does nothing else.
 """
@@ -130,6 +131,7 @@ class Bench:
             num_slots=self.options.slots,
             max_tokens=self.options.max_tokens,
             threads=1,
+            env={"WORKBENCH_NATIVE": "0"},
         )
 
     # what predictions rest on
