@@ -131,7 +131,9 @@ def test_picture_question_streams_stops_and_is_answered_on_two_ranks(
     assert "random weights" in visitor.page.locator("#facts").inner_text()
     assert "2 ranks (tp2xep2) on cpu" in visitor.page.locator("#facts").inner_text()
 
-    # Text grows while the answer is under way.
+    # Text grows while the answer is under way, which is long enough for all that is looked at meanwhile.
+    visitor.page.get_by_text("Settings").click()
+    visitor.limit_answers(512)
     visitor.ask("What does the picture show?", IMAGES / "house.png")
     seen: list[str] = []
 
@@ -157,7 +159,6 @@ def test_picture_question_streams_stops_and_is_answered_on_two_ranks(
     assert visitor.answers[-1] == stopped
 
     # The next question, with a short answer, comes to its end; a transparent picture and hostile text are harmless.
-    visitor.page.get_by_text("Settings").click()
     visitor.limit_answers(6)
     visitor.ask(f"And <img src='{EXTERNAL}'> now?", IMAGES / "transparent_triangle.png")
     visitor.wait(lambda: "written" in visitor.note, "second answer")
