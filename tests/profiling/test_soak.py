@@ -138,17 +138,22 @@ def test_answers_of_the_neighbour_are_told_with_the_secret_that_was_in_them():
     assert not record.ok
 
 
+class FailingRunner(ParrotRunner):
+    """While it `is_bad`, one of `every` so many steps fails."""
+
+    is_bad = False
+    every = 1
+
+    def step(self, inputs):
+        if self.is_bad and len(self.steps) % self.every == 0:
+            self.steps.append(inputs)
+            raise ValueError("this step does not work")
+        return super().step(inputs)
+
+
 def test_a_request_that_fails_for_no_killed_rank_breaks_its_promise():
-    class Failing(ParrotRunner):
-        is_bad = False
-
-        def step(self, inputs):
-            if self.is_bad and len(self.steps) % 50 == 0:
-                self.steps.append(inputs)
-                raise ValueError("this step does not work")
-            return super().step(inputs)
-
-    runner = Failing(num_slots=1, max_tokens=1200, is_intact=True)
+    runner = FailingRunner(num_slots=1, max_tokens=1200, is_intact=True)
+    runner.every = 50
     with served(runner, max_waiting=20) as server:
         subject = subject_of(server)
         record = soak(subject, SoakSettings(**QUICK), tell=lambda words: _turn_bad(runner, words))
@@ -295,16 +300,8 @@ def test_a_list_that_grows_with_every_step_shows_in_the_memory_of_its_process():
 
 
 def test_a_runner_that_fails_in_the_middle_fails_requests_and_is_no_outage():
-    class Failing(ParrotRunner):
-        is_bad = False
-
-        def step(self, inputs):
-            if self.is_bad and len(self.steps) % 7 == 0:
-                self.steps.append(inputs)
-                raise ValueError("this step does not work")
-            return super().step(inputs)
-
-    runner = Failing(num_slots=1, max_tokens=1200, is_intact=True)
+    runner = FailingRunner(num_slots=1, max_tokens=1200, is_intact=True)
+    runner.every = 7
     with served(runner, max_waiting=20) as server:
         subject = subject_of(server)
         ledger = Ledger()

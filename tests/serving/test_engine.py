@@ -12,7 +12,8 @@ from serving_fakes import EchoRunner, echo_of, placed_image
 from workbench.base import DeploymentError, QueueFullError, RequestError, WorkerDiedError
 from workbench.serving.engine import Engine
 from workbench.serving.requests import GenerationRequest, SamplingParams
-from workbench.serving.scheduler import Scheduler, SequenceState
+from workbench.serving.scheduler import Scheduler
+from workbench.serving.sequence import SequenceState
 
 pytestmark = pytest.mark.timeout(60)
 

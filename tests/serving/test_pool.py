@@ -260,12 +260,12 @@ def test_a_step_that_fails_gives_its_pages_back_and_the_others_answer():
 
 def test_a_page_given_to_two_would_be_noticed(monkeypatch):
     """The second sequence is sent to a page that the first one has."""
-    prefill = scheduler_module._prefill_step
+    prefill = scheduler_module.prefill_step
 
     def twice(sequence, *rest):
         return replace(prefill(sequence, *rest), pages=(0,))
 
-    monkeypatch.setattr(scheduler_module, "_prefill_step", twice)
+    monkeypatch.setattr(scheduler_module, "prefill_step", twice)
     engine = Engine(PoolRunner(num_slots=2, max_tokens=20, cache_tokens=32))
     for n in (1, 5):
         engine.submit(ask([n, n + 1], 4))
@@ -275,7 +275,7 @@ def test_a_page_given_to_two_would_be_noticed(monkeypatch):
 
 def test_a_hit_that_goes_on_inside_the_shared_page_would_be_noticed(monkeypatch):
     """The planted fault reads the last token of a shared page again, into the page that others read."""
-    prefill = scheduler_module._prefill_step
+    prefill = scheduler_module.prefill_step
 
     def early(sequence, *rest):
         sequence.num_cached -= 1
@@ -285,7 +285,7 @@ def test_a_hit_that_goes_on_inside_the_shared_page_would_be_noticed(monkeypatch)
     engine = Engine(runner, prefix_pages=9, page_tokens=4)
     engine.submit(ask(range(1, 15), 3))
     run_all(engine)
-    monkeypatch.setattr(scheduler_module, "_prefill_step", early)
+    monkeypatch.setattr(scheduler_module, "prefill_step", early)
     for n in (70, 80):
         engine.submit(ask([*range(1, 15), n], 3))
     engine.step_once()

@@ -21,7 +21,7 @@ from workbench.base import DeploymentError, QueueFullError, RequestError
 from workbench.serving.chunks import StreamChunk, token_arrivals
 from workbench.serving.inputs import ContentPart, ImagePart, ImageSource, Message, TextPart
 from workbench.serving.reply import Answer, Timings, Usage
-from workbench.serving.scheduler import FinishReason
+from workbench.serving.sequence import FinishReason
 
 __all__ = ["RemoteReply", "RemoteService", "chat_content", "read_api_key"]
 

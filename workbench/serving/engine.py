@@ -32,7 +32,8 @@ from workbench.serving.generation import EngineStats, Finish, Generation, Listen
 from workbench.serving.owner import claim_runner, release_runner
 from workbench.serving.recent import RecentTimes, RecentWaits
 from workbench.serving.requests import GenerationRequest, check_request
-from workbench.serving.scheduler import FinishReason, ImageToEncode, Scheduler, SequenceState, StepPlan
+from workbench.serving.scheduler import Scheduler
+from workbench.serving.sequence import FinishReason, ImageToEncode, SequenceState, StepPlan
 from workbench.serving.speculation import DraftAsk, Drafter
 from workbench.serving.steps import Draft, Recovering, Runner, SampledToken
 

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from workbench.base import WorkbenchError
-from workbench.serving.scheduler import FinishReason
+from workbench.serving.sequence import FinishReason
 
 __all__ = ["EngineStats", "Finish", "Generation", "Listener", "TokenEvent"]
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from workbench.base import RequestError, printable_lines
 from workbench.serving.generation import Generation, TokenEvent
 from workbench.serving.pieces import AnswerPieces, Piece
-from workbench.serving.scheduler import FinishReason
+from workbench.serving.sequence import FinishReason
 
 __all__ = ["Answer", "Reply", "Timings", "Usage"]
 

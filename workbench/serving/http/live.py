@@ -13,7 +13,7 @@ from workbench.serving.fleet import Fleet
 from workbench.serving.generation import Finish, Generation, Listener, TokenEvent
 from workbench.serving.http.prompts import Ask
 from workbench.serving.pieces import AnswerPieces, Piece
-from workbench.serving.scheduler import FinishReason
+from workbench.serving.sequence import FinishReason
 
 __all__ = ["Choice", "LiveAnswers"]
 
