@@ -7,8 +7,8 @@
 
 One checkpoint that all load, a Qwen3-MoE of random values in bf16 (`--size 1B`: 0.96 B parameters, of which 0.22 B
 compute a token; `--size small` for a look in a minute), written once into `--folder` or into a temporary one. Every way
-is a process of its own that loads once and then waits for its turn; in each round all ways take theirs, so that a slow
-minute of the machine hits all of them. Figures are medians over rounds of one invocation, and so are the ratios.
+is a process of its own that loads once and then waits for its turn, stopped: a server's processes poll while they wait.
+In each round all ways take theirs, so that a slow minute of the machine hits all of them. Figures are medians over rounds of one invocation, and so are the ratios.
 
 A turn is new random prompts of `--prompt` ids and answers of exactly `--tokens` ids, greedy, timed from the call to the
 last token. `one`: a single request. `16`: that many at once, by the engine's own batching; transformers answers them
@@ -22,9 +22,11 @@ token took after the first.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -219,20 +221,33 @@ class Worker:
             environment.pop("PYTHONPATH", None)
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment,
+            start_new_session=True,  # with all that it starts it is one group, to stop and to end
         )
         if self._line() != "ready":
             raise RuntimeError(f"{way}: {self.close()}")
+        self._signal(signal.SIGSTOP)
 
     def turn(self, name: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
         self.process.stdin.write(json.dumps([name, prompts, tokens]) + "\n")
         self.process.stdin.flush()
         line = self._line()
         if not line:
             raise RuntimeError(f"{self.way}: {self.close()}")
+        self._signal(signal.SIGSTOP)
         found: dict[str, Any] = json.loads(line)
         return found
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -241,12 +256,12 @@ class Worker:
     def close(self) -> str:
         """End the process; what it said last that looks like a reason."""
         assert self.process.stdin is not None
-        try:
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
             self.process.stdin.close()
             self.process.wait(20)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
-            self.process.kill()
-            self.process.wait()
+        self._signal(signal.SIGKILL)  # what it started may outlive it
+        self.process.wait()
         self.log.seek(0)
         lines = [line.strip() for line in self.log if line.strip()]
         return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no word")[:400]
