@@ -14,7 +14,8 @@ bytes is (growth of RssAnon). safetensors.torch.load_file alone does not, on a C
 files, which at most fetches them into the page cache. It is therefore followed by a copy of every tensor, as accelerate
 is, which hands out the same mappings; the lines "mapped" have the call alone. `raw` reads with as many threads and as
 large calls as ours: into memory that is then owned, as all loaders need it; into huge pages of it, whose first touch is
-cheap where the host backs them and dear where a guest's host does so only then; and ("scratch") over and over into the
+cheap where the host backs them and dear where a guest's host does so only then; past the page cache ("direct"), which
+is the cheaper way once files and weights do not fit into memory together; and ("scratch") over and over into the
 same 8 MiB of each thread.
 """
 
@@ -47,6 +48,7 @@ WAYS = {
     "ours unchecked": "the same with check=False",
     "raw": "pread by 4 threads into owned memory",
     "raw huge": "the same into huge pages",
+    "raw direct": "the same past the page cache, whole pages",
     "raw scratch": "pread by 4 threads into the same 8 MiB each: nothing is kept",
     "safetensors": "load_file and a copy of every tensor",
     "safetensors mapped": "load_file alone: mappings",
@@ -64,9 +66,12 @@ PAIRS = {"ours tp2/ep2": "ours", "raw of two": "raw"}  # two processes at once
 # --- one run, in a process of its own -------------------------------------------------------------------------------
 
 
-def raw_reads(root: Path, rank: int, world: int, *, keep: bool, huge: bool = False) -> Callable[[], int]:
+def raw_reads(
+    root: Path, rank: int, world: int, *, keep: bool, huge: bool = False, direct: bool = False
+) -> Callable[[], int]:
     """Each rank reads an equal run of all bytes."""
-    files = [(os.open(path, os.O_RDONLY), path.stat().st_size) for path in shards(root)]
+    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+    files = [(os.open(path, flags), path.stat().st_size) for path in shards(root)]
     calls = [(fd, at, min(CALL_BYTES, size - at)) for fd, size in files for at in range(0, size, CALL_BYTES)]
     calls = calls[len(calls) * rank // world : len(calls) * (rank + 1) // world]
     own = threading.local()
@@ -81,7 +86,8 @@ def raw_reads(root: Path, rank: int, world: int, *, keep: bool, huge: bool = Fal
             fd, at, length = calls[index]
             if not keep and not hasattr(own, "scratch"):
                 own.scratch = bytearray(CALL_BYTES)
-            return os.preadv(fd, [memoryview(kept[index] if keep else own.scratch)[:length]], at)
+            wanted = -(-length // 4096) * 4096 if direct else length  # the kernel stops at the end of the file
+            return os.preadv(fd, [memoryview(kept[index] if keep else own.scratch)[:wanted]], at)
 
         with ThreadPoolExecutor(THREADS) as pool:
             return sum(pool.map(read, range(len(calls))))
@@ -212,6 +218,7 @@ def run_way(way: str, root: Path, rank: int, world: int) -> None:
         "ours unchecked": lambda: ours(root, rank, world, check=False),
         "raw": lambda: raw_reads(root, rank, world, keep=True),
         "raw huge": lambda: raw_reads(root, rank, world, keep=True, huge=True),
+        "raw direct": lambda: raw_reads(root, rank, world, keep=True, direct=True),
         "raw scratch": lambda: raw_reads(root, rank, world, keep=False),
         "safetensors": lambda: safetensors_files(root, copy=True),
         "safetensors mapped": lambda: safetensors_files(root, copy=False),
@@ -382,6 +389,7 @@ def show(state: str, runs: dict[str, list[dict[str, float]]], total: int, record
         "over the slowest peer": _ratio(max(peers.values(), default=0), medians.get("ours")),
         "of raw reading into owned memory": _ratio(medians.get("raw"), medians.get("ours")),
         "of raw reading into owned memory, unchecked": _ratio(medians.get("raw"), medians.get("ours unchecked")),
+        "of raw reading past the page cache": _ratio(medians.get("raw direct"), medians.get("ours")),
         "of raw reading into scratch": _ratio(medians.get("raw scratch"), medians.get("ours")),
         "two ranks, of raw reading by two": _ratio(medians.get("raw of two"), medians.get("ours tp2/ep2")),
         "over staged serial": _ratio(medians.get("staged serial"), medians.get("ours")),

@@ -8,7 +8,8 @@
 One checkpoint that all load, a Qwen3-MoE of random values in bf16 (`--size 1B`: 0.96 B parameters, of which 0.22 B
 compute a token; `--size small` for a look in a minute), written once into `--folder` or into a temporary one. Every way
 is a process of its own that loads once and then waits for its turn, stopped: a server's processes poll while they wait.
-In each round all ways take theirs, so that a slow minute of the machine hits all of them. Figures are medians over rounds of one invocation, and so are the ratios.
+In each round all ways take theirs, so that a slow minute of the machine hits all of them. Figures are medians over
+rounds of one invocation, and so are the ratios.
 
 A turn is new random prompts of `--prompt` ids and answers of exactly `--tokens` ids, greedy, timed from the call to the
 last token. `one`: a single request. `16`: that many at once, by the engine's own batching; transformers answers them

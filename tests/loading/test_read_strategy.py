@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from workbench.base import LoadError
+from workbench.base import HostBytes, LoadError
 from workbench.checkpoint import Checkpoint
 from workbench.loading import Extent, ShardReader, load_in_pieces, load_rank, prepare_load, strategy
 from workbench.loading.schedule import Batch, Read, Window
@@ -123,6 +123,23 @@ def test_the_probe_keeps_the_faster_way_and_asks_both_first() -> None:
         assert (asked.count(False), asked.count(True)) == (4, 4)
         assert probe.wants_direct(2 * MIB) is expected
         assert not probe.wants_direct(MIB - 1), "short reads stay in the page cache"
+
+
+@pytest.mark.parametrize(("on_host", "times", "is_short"), [(True, 2.1, False), (True, 1.9, True), (False, 1.1, False)])
+def test_where_files_and_weights_do_not_fit_together_the_cache_is_no_reason(
+    large_file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch, on_host: bool, times: float, is_short: bool
+) -> None:
+    root, data = large_file
+    monkeypatch.setattr(strategy, "WORTH_A_PROBE", 1)
+    monkeypatch.setattr(strategy, "cached_share", lambda root, extents: 0.0)
+    monkeypatch.setattr(strategy, "file_system_of", lambda root: "ext4")
+    monkeypatch.setattr(strategy, "host_memory", lambda: HostBytes(total=None, available=int(times * len(data))))
+    extents = [Extent("x", 0, 4 * MIB, 4 * MIB, 1), Extent("x", 4 * MIB, 4 * MIB, 4 * MIB, 1)]
+    probe = choose_strategy(root, extents, is_held_on_host=on_host)
+    while not probe.is_settled:
+        way = probe.wants_direct(8 * MIB)
+        probe.saw(way, 8 * MIB, 1.0)  # neither is faster
+    assert probe.is_direct is is_short
 
 
 def test_what_is_cached_or_small_or_on_a_share_is_not_probed(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workbench.base import CheckpointError, LayoutError, LoadError
+from workbench.base import CheckpointError, HostBytes, LayoutError, LoadError
 from workbench.checkpoint import F0, GHOST_NAME, Checkpoint, k3_config, write_checkpoint, write_ghost
 from workbench.cli import main
 from workbench.loading import load_in_pieces, load_rank, pieces, prepare_load
@@ -185,7 +185,7 @@ def test_loader_refuses_the_zeros_of_a_ghost_without_its_mark(spooky: Path, prec
 def test_share_larger_than_the_memory_is_refused_before_reading(spooky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare_load(Checkpoint.open(spooky), Layout(), 0, precision="mxfp4", window_bytes=WINDOW)
     between = (prepared.peak_bytes(keep=False) + prepared.peak_bytes(keep=True)) / 2 / pieces.HOST_SHARE
-    monkeypatch.setattr(pieces, "available_memory", lambda: int(between))
+    monkeypatch.setattr(pieces, "host_memory", lambda: HostBytes(total=None, available=int(between)))
     with pytest.raises(LoadError, match=r"this host has no memory for the share.*Load it in pieces"):
         load_in_pieces(prepared, keep=True)
     load_in_pieces(prepare_load(Checkpoint.open(spooky), Layout(), 0, precision="mxfp4", window_bytes=WINDOW))

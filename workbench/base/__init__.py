@@ -21,12 +21,20 @@ from workbench.base.errors import (
 )
 from workbench.base.files import read_small_file
 from workbench.base.plain import plain
-from workbench.base.process import forget_peak, peak_resident_bytes, private_resident_bytes, resident_bytes
+from workbench.base.process import (
+    HostBytes,
+    forget_peak,
+    host_memory,
+    peak_resident_bytes,
+    private_resident_bytes,
+    resident_bytes,
+)
 from workbench.base.quantity import BASES, Basis, Quantity
 from workbench.base.table import Cell, Table, human, printable, printable_lines
 from workbench.base.text import error_text, short_repr
 
 __all__ = [
+    "HostBytes",
     "BASES",
     "DTYPE_BITS",
     "Basis",
@@ -51,6 +59,7 @@ __all__ = [
     "WorkerDiedError",
     "error_text",
     "forget_peak",
+    "host_memory",
     "human",
     "num_bytes",
     "peak_resident_bytes",

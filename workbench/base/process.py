@@ -1,4 +1,4 @@
-"""What the system says about this process."""
+"""What the system says about this process, and about the memory of its host."""
 
 from __future__ import annotations
 
@@ -6,9 +6,47 @@ import contextlib
 import mmap
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["forget_peak", "peak_resident_bytes", "private_resident_bytes", "resident_bytes"]
+__all__ = ["HostBytes", "forget_peak", "host_memory", "peak_resident_bytes", "private_resident_bytes", "resident_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBytes:
+    """Bytes of this host, or of the container it runs in where that has less; None where the system does not say."""
+
+    total: int | None
+    available: int | None  # that processes may take now without swapping: the page cache counts as free
+    is_container: bool = False
+
+
+def host_memory(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostBytes:
+    """From the kernel's own files."""
+    meminfo = _meminfo(proc / "meminfo")
+    total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
+    limit, used = _cgroup_bytes(cgroup / "memory.max"), _cgroup_bytes(cgroup / "memory.current")
+    if limit is None or total is None or limit >= total:
+        return HostBytes(total=total, available=free)
+    return HostBytes(total=limit, available=min(free or limit, max(0, limit - (used or 0))), is_container=True)
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    """Entries of /proc/meminfo in bytes; empty where the file is not there (not Linux)."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split() for line in lines if line.endswith(" kB"))
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs}
+
+
+def _cgroup_bytes(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None  # "max" means no limit
 
 
 def resident_bytes(pid: int | None = None) -> int | None:

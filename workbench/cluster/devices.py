@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workbench.base import DeploymentError, Quantity, Table, human
+from workbench.base import DeploymentError, Quantity, Table, host_memory, human
 from workbench.cluster.probe import DEFAULT_COMMAND, run_probe
 
 __all__ = ["FEATURE_NAMES", "Device", "Feature", "default_device", "host_device", "list_devices", "measure_features"]
@@ -167,41 +167,18 @@ def default_device() -> str:
 
 def host_device(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Device:
     """The CPU host, from the kernel's own files; a container's memory limit counts where it is the smaller one."""
-    meminfo = _meminfo(proc / "meminfo")
-    total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
-    source = "/proc/meminfo"
-    limit, used = _cgroup_bytes(cgroup / "memory.max"), _cgroup_bytes(cgroup / "memory.current")
-    if limit is not None and total is not None and limit < total:
-        total, source = limit, "cgroup memory.max"
-        free = min(free or limit, max(0, limit - (used or 0)))
+    memory = host_memory(proc=proc, cgroup=cgroup)
+    source = "cgroup memory.max" if memory.is_container else "/proc/meminfo"
     affinity = getattr(os, "sched_getaffinity", None)
     return Device(
         type="cpu",
         index=None,
         name=_cpu_name(proc / "cpuinfo"),
-        memory_total=None if total is None else Quantity(total, "B", "measured", source),
-        memory_free=None if free is None else Quantity(free, "B", "measured", source),
+        memory_total=None if memory.total is None else Quantity(memory.total, "B", "measured", source),
+        memory_free=None if memory.available is None else Quantity(memory.available, "B", "measured", source),
         backend="gloo",
         cores=len(affinity(0)) if affinity else os.cpu_count(),
     )
-
-
-def _meminfo(path: Path) -> dict[str, int]:
-    """Entries of /proc/meminfo in bytes; empty where the file is not there (not Linux)."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split() for line in lines if line.endswith(" kB"))
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs}
-
-
-def _cgroup_bytes(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None  # "max" means no limit
 
 
 def _cpu_name(path: Path) -> str:

@@ -172,7 +172,7 @@ def load_rank(
         )
     window = Window.of(window_bytes)
     if reader is None:
-        reader = reader_of(checkpoint.root, plan, window)
+        reader = reader_of(checkpoint.root, plan, window, device)
     planned = time.perf_counter()
     stages = StageTimes(rank=rank) if stages is None else stages
     stages.start()
@@ -212,15 +212,15 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
-def reader_of(root: Path, plan: LoadPlan, window: Window) -> ShardReader:
-    """A reader for the bytes of a plan, with as many threads as the window has room for."""
+def reader_of(root: Path, plan: LoadPlan, window: Window, device: torch.device | str) -> ShardReader:
+    """A reader for the bytes of a plan that go to `device`, with as many threads as the window has room for."""
     return ShardReader(
         root,
         rank=plan.rank,
         scratch_bytes=window.scratch,
         policy=ReadPolicy(),
         num_threads=window.num_readers,
-        strategy=choose_strategy(root, plan.extents()),
+        strategy=choose_strategy(root, plan.extents(), is_held_on_host=torch.device(device).type == "cpu"),
     )
 
 

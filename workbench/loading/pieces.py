@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from workbench.base import LoadError, human
+from workbench.base import LoadError, host_memory, human
 from workbench.checkpoint.checkpoint import Checkpoint
 from workbench.loading.host_memory import HostMemory, return_freed_memory
 from workbench.loading.ledger import Ledger
@@ -26,7 +25,7 @@ from workbench.nn.model import Model
 from workbench.parallel import allocate, build_stage
 from workbench.placement import Layout
 
-__all__ = ["Piece", "PiecewiseLoad", "PreparedLoad", "available_memory", "load_in_pieces", "prepare_load"]
+__all__ = ["Piece", "PiecewiseLoad", "PreparedLoad", "load_in_pieces", "prepare_load"]
 
 HOST_SHARE = 0.9  # of the memory that is free now, used at most
 
@@ -130,7 +129,7 @@ def load_in_pieces(
     plan, model, device = prepared.plan, prepared.model, torch.device(device)
     if device.type == "cpu":
         _check_memory(prepared.peak_bytes(keep=keep), keep)
-    reader = reader_of(prepared.checkpoint.root, plan, prepared.window)
+    reader = reader_of(prepared.checkpoint.root, plan, prepared.window, device)
     resident = prepared.resident_bytes
     stages = StageTimes(rank=plan.rank)
     memory = HostMemory()
@@ -184,23 +183,12 @@ def load_in_pieces(
     return PiecewiseLoad(model=model if keep else None, ledger=ledger, stats=stats, stages=stages, pieces=tuple(pieces))
 
 
-def available_memory() -> int | None:
-    """Bytes that a process may take now without swapping, None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
 def _tensor_for(name: str, filled: dict[str, Tensor], empty: dict[str, Tensor], device: torch.device) -> Tensor:
     return filled[name] if name in filled else torch.empty(empty[name].shape, dtype=empty[name].dtype, device=device)
 
 
 def _check_memory(needed: int, keep: bool) -> None:
-    available = available_memory()
+    available = host_memory().available
     if available is not None and needed > HOST_SHARE * available:
         raise LoadError(
             "this host has no memory for the share" if keep else "this host has no memory for the largest piece",

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from workbench.base import CheckpointError, LoadError
 from workbench.checkpoint.header import open_regular
 from workbench.loading.plan import Extent
@@ -35,6 +37,7 @@ Places = Mapping[int, memoryview]  # by where in the slot the bytes would lie ot
 OPEN_FILES = 16  # of each thread
 MANY_BUFFERS = 512  # in one call; the kernel takes 1024
 PAGE = 4096
+LONG_COPY = 64 << 10  # bytes from which a copy lets go of the interpreter
 SAMPLES = 32  # short reads that are looked at together
 CONTROL_EVERY = 4  # of them one is accompanied by a read of as many bytes that are in memory
 SLOWER_THAN_CONTROL = 5.0
@@ -335,8 +338,17 @@ def _scatter(data: memoryview, targets: list[memoryview]) -> list[memoryview]:
     at = 0
     for index, target in enumerate(targets):
         count = min(len(target), len(data) - at)
-        target[:count] = data[at : at + count]
+        _copy(target[:count], data[at : at + count])
         at += count
         if count < len(target):
             return [target[count:], *targets[index + 1 :]]
     return []
+
+
+def _copy(target: memoryview, data: memoryview) -> None:
+    """Long runs without the interpreter: the pages of `target` are touched here for the first time, which takes most of
+    a copy, and the other threads read meanwhile."""
+    if len(data) < LONG_COPY:
+        target[:] = data
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))

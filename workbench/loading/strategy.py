@@ -3,17 +3,22 @@
     few bytes, a network share, most pages cached  ──▶ buffered, nothing is tried
     else: long reads take turns until each way has moved `probe_bytes` ──▶ the faster one reads the rest
 
+What a cache is good for is the next rank and the next load, so past it must be clearly faster. Where files and weights
+do not fit into memory side by side, the cache keeps nothing for anybody, and each of its pages must be taken away again
+for a weight, which the first reads of a load do not show: there past it must only not be clearly slower.
+
 Nothing is read for the sake of the probe. A third way, a mapping, is not offered: see `loading.reader`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from workbench.base import CheckpointError
+from workbench.base import CheckpointError, host_memory
 from workbench.checkpoint.header import open_regular
 from workbench.loading.plan import Extent
 
@@ -23,6 +28,7 @@ DIRECT_FROM = 1 << 20  # bytes of a read from which going past the page cache is
 WORTH_A_PROBE = 512 << 20  # bytes of a load
 PROBE_BYTES = 48 << 20
 FASTER = 1.2  # how much faster reading past the cache must be: the next rank, or the next load, finds nothing cached
+FASTER_WHEN_SHORT = 0.8  # the same where the cache cannot keep the files beside the weights
 PLACES = 64  # pages looked at for whether the files are cached
 MOSTLY = 0.5
 NETWORK = {
@@ -34,8 +40,8 @@ NETWORK = {
 class StrategyProbe:
     """Says of each long read whether to go past the page cache; safe to use from several threads."""
 
-    def __init__(self, *, is_settled: bool = False, probe_bytes: int = PROBE_BYTES) -> None:
-        self.is_settled, self.is_direct = is_settled, False
+    def __init__(self, *, is_settled: bool = False, probe_bytes: int = PROBE_BYTES, faster: float = FASTER) -> None:
+        self.is_settled, self.is_direct, self.faster = is_settled, False, faster
         self._probe_bytes = probe_bytes
         self._lock = threading.Lock()
         self._asked = {False: 0, True: 0}  # bytes, by is_direct
@@ -61,7 +67,7 @@ class StrategyProbe:
             self._seconds[is_direct] += seconds
             if min(self._moved.values()) >= self._probe_bytes:
                 buffered, direct = (self._moved[way] / max(self._seconds[way], 1e-9) for way in (False, True))
-                self.is_direct = direct > FASTER * buffered
+                self.is_direct = direct > self.faster * buffered
                 self.is_settled = True
 
     def refuse(self) -> None:
@@ -70,12 +76,27 @@ class StrategyProbe:
             self.is_settled, self.is_direct = True, False
 
 
-def choose_strategy(root: Path, extents: Iterable[Extent]) -> StrategyProbe:
-    """How to read these bytes of the files in `root`. Looks at a few pages, without waiting for any."""
+def choose_strategy(root: Path, extents: Iterable[Extent], *, is_held_on_host: bool = True) -> StrategyProbe:
+    """How to read these bytes of the files in `root`. Looks at a few pages, without waiting for any.
+
+    `is_held_on_host`: whether what is read stays in host memory, as much as the files have on all ranks of this host.
+    """
     long = [extent for extent in extents if extent.count == 1 and extent.length >= DIRECT_FROM]
     is_small = sum(extent.length for extent in long) < WORTH_A_PROBE
-    is_settled = is_small or is_network(file_system_of(root)) or cached_share(root, long) > MOSTLY
-    return StrategyProbe(is_settled=is_settled)
+    if is_small or is_network(file_system_of(root)) or cached_share(root, long) > MOSTLY:
+        return StrategyProbe(is_settled=True)
+    needed = _size_of(root, {extent.file for extent in long}) * (2 if is_held_on_host else 1)
+    available = host_memory().available
+    return StrategyProbe(faster=FASTER if available is None or needed <= available else FASTER_WHEN_SHORT)
+
+
+def _size_of(root: Path, files: Iterable[str]) -> int:
+    """Bytes of these files together; one that is not there counts nothing, the load will say so."""
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            total += (root / file).stat().st_size
+    return total
 
 
 def cached_share(root: Path, extents: list[Extent]) -> float:
