@@ -48,7 +48,12 @@ MAX_UPLOAD = "20mb"
 KEEP_UPLOADS_S = 3600
 REFRESH_S = 2.0  # of the side panel, while it is open
 # Pictures in a conversation come with buttons that send them to a service on the internet.
-CSS = '#chat button[title="Share"], #chat button[aria-label="Share"] { display: none; }'
+# Now and then a cancelled answer leaves "Error" over the window, where it takes the clicks on what it covers; what went
+# wrong stands in the conversation, and errors of a handler come as messages of their own.
+CSS = """
+#chat button[title="Share"], #chat button[aria-label="Share"] { display: none; }
+#chat [data-testid="status-tracker"], #note [data-testid="status-tracker"] { display: none; }
+"""
 
 
 def examples_for(model: Path) -> tuple[Example, ...]:
@@ -77,9 +82,12 @@ def build_app(
     but the service.
     """
 
-    def accept(box: dict[str, Any], conversation: Conversation) -> tuple[Any, ...]:
+    def accept(box: dict[str, Any], conversation: Conversation, event: gr.EventData) -> tuple[Any, ...]:
         try:
-            conversation = conversation.stopped().ask(box["text"], box["files"])
+            if event.target is not None and event.target._id == chat._id:
+                conversation = conversation.asked_again()
+            else:
+                conversation = conversation.stopped().ask(box["text"], box["files"])
         except WorkbenchError as error:
             raise gr.Error(str(error), title="Not sent") from None  # the box keeps its text, nothing is started
         return (
@@ -88,6 +96,14 @@ def build_app(
             gr.MultimodalTextbox(value=None, interactive=False),
             gr.Button(interactive=True),
         )
+
+    def take_back(conversation: Conversation) -> tuple[Any, ...]:
+        try:
+            conversation, turn = conversation.taken_back()
+        except WorkbenchError as error:
+            raise gr.Error(str(error), title="Not taken back") from None
+        question = gr.MultimodalTextbox(value={"text": turn.text, "files": list(turn.images)})
+        return conversation, conversation.shown(), conversation.note, question
 
     visitors = Visitors()
 
@@ -172,7 +188,13 @@ def build_app(
         )
 
         page: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
-        asked = box.submit(accept, [box, conversation], [conversation, chat, box, stop_button], **page)
+        asked = gr.on(
+            [box.submit, chat.retry],
+            accept,
+            [box, conversation],
+            [conversation, chat, box, stop_button],
+            **page,
+        )
         running = asked.success(
             answer,
             [conversation, tokens, temperature],
@@ -183,10 +205,12 @@ def build_app(
         )
         running.then(ready, None, [box, stop_button], **page)
         if panel is not None:
-            for again in (running.then, refresh.click, wants_experts.change, timer.tick, app.load):
-                again(figures, [sight, wants_experts], [side, sight, heat], **page)
+            for trigger in (running.then, refresh.click, wants_experts.change, timer.tick, app.load):
+                trigger(figures, [sight, wants_experts], [side, sight, heat], **page)
             sidebar.expand(lambda: gr.Timer(active=True), None, [timer], **page)
             sidebar.collapse(lambda: gr.Timer(active=False), None, [timer], **page)
+        # Into the box, where it can be changed: what the chat window offers for that fails on questions with pictures.
+        chat.undo(take_back, [conversation], [conversation, chat, note, box], **page)
         everything = [conversation, chat, note, box, stop_button]
         # Cancel first: run beside it, the handler would be overtaken by the last update of the answer.
         for event, handler, inputs in (

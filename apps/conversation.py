@@ -80,6 +80,11 @@ class Conversation:
     def note(self) -> str:
         return self.turns[-1].note if self.turns else ""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer is under way."""
+        return bool(self.turns) and self.turns[-1].state == "answering"
+
     def ask(self, text: str, images: Iterable[str] = ()) -> Conversation:
         """With one more question. Raises RequestError where there is nothing to answer or too many pictures."""
         text, images = text.strip(), tuple(images)
@@ -89,6 +94,20 @@ class Conversation:
             raise RequestError("too many pictures in one question", found=len(images), expected=f"at most {MAX_IMAGES}")
         return Conversation((*self.turns, Turn(text=text, images=images)))
 
+    def taken_back(self) -> tuple[Conversation, Turn]:
+        """Without the last question, and that. Raises RequestError where there is none, and while it is answered: the
+        answer would go on writing."""
+        if self.is_open:
+            raise RequestError("an answer is under way", next_step="Stop it first")
+        if not self.turns:
+            raise RequestError("there is no question", next_step="Write one, with or without pictures")
+        return Conversation(self.turns[:-1]), self.turns[-1]
+
+    def asked_again(self) -> Conversation:
+        """With the last question once more, and without what was answered to it. Raises as `taken_back`."""
+        before, turn = self.taken_back()
+        return before.ask(turn.text, turn.images)
+
     def answered(self, answer: str, state: TurnState, note: str, *, thinking: str = "") -> Conversation:
         """With what has come back to the last question, and what was thought about it before."""
         turn = replace(self.turns[-1], thinking=thinking, answer=answer, state=state, note=note)
@@ -96,7 +115,7 @@ class Conversation:
 
     def stopped(self) -> Conversation:
         """With the last turn closed, if it was still open."""
-        if not self.turns or self.turns[-1].state != "answering":
+        if not self.is_open:
             return self
         last = self.turns[-1]
         return self.answered(last.answer, "stopped", "stopped", thinking=last.thinking)
@@ -219,10 +238,10 @@ def _collect(
 
 def _figures(answer: Answer) -> str:
     usage, timings = answer.usage, answer.timings
-    prompt = f"{usage.prompt_tokens} tokens read"
-    if usage.image_tokens:
-        prompt += f" ({usage.image_tokens} of pictures)"
-    parts = [prompt, f"{usage.completion_tokens} written"]
+    parts = []
+    if usage.prompt_tokens:  # not every server counts, and none has nothing to read
+        of_pictures = f" ({usage.image_tokens} of pictures)" if usage.image_tokens else ""
+        parts = [f"{usage.prompt_tokens} tokens read{of_pictures}", f"{usage.completion_tokens} written"]
     if timings.first_token_s is not None:
         parts.append(f"the first after {timings.first_token_s * 1000:.0f} ms")
     if timings.per_token_s is not None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,8 @@ from workbench.placement import choose_layout  # noqa: E402
 from workbench.spec import read_spec  # noqa: E402
 
 SIZE = {"width": 1000, "height": 760}
+PANEL_SIZE = {"width": 1000, "height": 1120}  # the figures, and the map of the experts below them
+NUM_COLOURS = 128  # plenty for a page, and a third of the bytes
 ANSWER_S = 240
 
 
@@ -53,6 +56,8 @@ def main() -> None:
             visitor.page.wait_for_timeout(500)
             path = args.folder / f"chat-{name}.png"
             visitor.page.screenshot(path=path)
+            with Image.open(path) as taken:
+                taken.convert("RGB").quantize(NUM_COLOURS).save(path, optimize=True)
             print(f"{path}: {path.stat().st_size:,} B; {visitor.note}")
 
         visitor.ask("What is tensor parallelism?")
@@ -63,6 +68,7 @@ def main() -> None:
         visitor.ask("Which colour is the square?", scene)
         visitor.wait(lambda: "written" in visitor.note, "answer about the picture", ANSWER_S)
         shoot("picture")
+        visitor.page.set_viewport_size(PANEL_SIZE)
         visitor.page.locator("#side .toggle-button").click()
         visitor.page.locator("#wants-experts input").check()
         visitor.wait(lambda: "first token" in visitor.page.locator("#panel").inner_text(), "side panel")

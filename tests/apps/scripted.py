@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import gradio as gr
 
 from workbench.serving import Answer, Message, Timings, Usage
 
-__all__ = ["ScriptedReply", "ScriptedService", "Thought"]
+__all__ = ["ScriptedReply", "ScriptedService", "Thought", "handlers", "submitted"]
 
 
 class Thought(str):
@@ -80,3 +83,13 @@ class ScriptedService:
             raise self.refusal
         self.replies.append(ScriptedReply(self.script, self.gate))
         return self.replies[-1]
+
+
+def handlers(app: gr.Blocks) -> dict[str, Callable[..., Any]]:
+    """What the events of a page call, by name."""
+    return {block.fn.__name__: block.fn for block in app.fns.values() if block.fn is not None}
+
+
+def submitted() -> gr.EventData:
+    """What comes with a question that was typed."""
+    return gr.EventData(None, None)

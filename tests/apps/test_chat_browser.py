@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from openai_scripted import ScriptedOpenAI, dies_after, says, words_of
 from PIL import Image
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 from scripted import ScriptedService
@@ -24,6 +25,7 @@ from workbench.placement import Layout
 from workbench.profiling import ExpertLoad
 from workbench.profiling.experts import LayerLoad
 from workbench.serving import EngineStats, MultimodalInferenceService, RecentTimes
+from workbench.serving.client import RemoteService
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, IMAGES = ROOT / "data" / "k3-tiny", ROOT / "data" / "images"
@@ -256,6 +258,54 @@ def test_what_the_model_writes_is_shown_and_never_run(browser: BrowserContext) -
     visitor.wait(lambda: "written" in visitor.note, "answer")
     visitor.page.wait_for_timeout(500)
     assert visitor.answers[-1].strip() == hostile
+    assert visitor.external == []
+    visitor.page.close()
+    app.close()
+
+
+def test_a_server_elsewhere_is_talked_to_stopped_asked_again_and_in_other_words(browser: BrowserContext) -> None:
+    gate = threading.Semaphore(0)
+    script = (
+        says(["one ", "two ", "three"], gate=gate),
+        says(["whole ", "answer"]),
+        dies_after(["half "]),
+        says(["whole ", "again"]),
+        says(["in other words"]),
+    )
+    with ScriptedOpenAI(*script) as server:
+        app = build_app(RemoteService(server.url), facts="elsewhere")
+        visitor = Visitor(browser, launch(app, wait=False))
+        visitor.ask("What is <it>?", IMAGES / "house.png")
+        gate.release(2)
+        visitor.wait(lambda: bool(visitor.answers) and visitor.answers[-1].strip() == "one two", "streamed text")
+        visitor.page.locator("#stop").click()
+        visitor.wait(lambda: visitor.note == "stopped", "stop")
+        assert server.left.wait(30), "the server still sends"
+        visitor.page.get_by_role("button", name="Retry").click()
+        visitor.wait(lambda: visitor.answers[-1].strip() == "whole answer", "the question once more")
+        visitor.wait(lambda: "the model ended" in visitor.note, "its end")
+        visitor.ask("And then?")
+        visitor.wait(lambda: "broke off" in visitor.note, "a server that died")
+        assert "half" in visitor.answers[-1]
+        visitor.page.get_by_role("button", name="Retry").click()
+        visitor.wait(lambda: visitor.answers[-1].strip() == "whole again", "another answer")
+        visitor.wait(lambda: "the model ended" in visitor.note, "its end")
+        visitor.page.get_by_role("button", name="Undo").click()
+        box = visitor.page.locator("#question textarea")
+        visitor.wait(lambda: box.input_value() == "And then?", "the question in the box")
+        assert len(visitor.answers) == 1
+        visitor.page.get_by_role("button", name="Undo").click()
+        visitor.wait(lambda: box.input_value() == "What is <it>?", "the first question in the box")
+        visitor.page.wait_for_selector("#question img")
+        box.fill("Which colour has <it>?")
+        box.press("Enter")
+        visitor.wait(lambda: visitor.answers[-1:] == ["in other words"], "the changed question")
+        assert "Which colour has <it>?" in visitor.page.locator("#chat").inner_text()
+    first = [("user", "[picture]What is <it>?")]
+    talk = [*first, ("assistant", "whole answer"), ("user", "And then?")]
+    assert [words_of(asked) for asked in server.asked] == [
+        first, first, talk, talk, [("user", "[picture]Which colour has <it>?")]
+    ]  # fmt: skip
     assert visitor.external == []
     visitor.page.close()
     app.close()

@@ -6,15 +6,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gradio as gr
 import httpx
 import psutil
 import pytest
-from scripted import ScriptedService
+from scripted import ScriptedService, handlers, submitted
 
 from apps.chat import EXAMPLES, build_app, examples_for, launch, main, read_logins
 from apps.conversation import Conversation
@@ -28,10 +27,6 @@ from workbench.serving import EngineStats, RecentTimes
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def handlers(app: gr.Blocks) -> dict[str, Callable[..., Any]]:
-    return {block.fn.__name__: block.fn for block in app.fns.values() if block.fn is not None}
-
-
 @pytest.fixture
 def service() -> ScriptedService:
     return ScriptedService()
@@ -43,7 +38,9 @@ def app(service: ScriptedService) -> gr.Blocks:
 
 
 def test_question_empties_the_box_and_arms_the_stop_button(app: gr.Blocks) -> None:
-    conversation, shown, box, stop = handlers(app)["accept"]({"text": "What?", "files": ["/a.png"]}, Conversation())
+    conversation, shown, box, stop = handlers(app)["accept"](
+        {"text": "What?", "files": ["/a.png"]}, Conversation(), submitted()
+    )
     assert conversation.turns[0].images == ("/a.png",)
     assert [entry["role"] for entry in shown] == ["user", "user", "assistant"]
     assert (box.value, box.interactive, stop.interactive) == ({"text": "", "files": []}, False, True)
@@ -51,7 +48,7 @@ def test_question_empties_the_box_and_arms_the_stop_button(app: gr.Blocks) -> No
 
 def test_empty_question_is_a_message_and_nothing_is_asked(app: gr.Blocks, service: ScriptedService) -> None:
     with pytest.raises(gr.Error, match="there is no question"):
-        handlers(app)["accept"]({"text": " ", "files": []}, Conversation())
+        handlers(app)["accept"]({"text": " ", "files": []}, Conversation(), submitted())
     assert service.asked == []
 
 

@@ -10,13 +10,19 @@ that of the model's folder.
 
 `workbench profile URL` and the clients send the very same questions, drawn by `plan_load`, the same number at once, for
 answers of the same length (`ignore_eos`; `skip_special_tokens` off, so that every token is text and all of them count
-alike). They take turns, and the figures are medians over the rounds of each run's mean: seconds to the first token,
-between tokens, and requests a second. Meanwhile the server's own /metrics must grow by the same requests and tokens
-for all. Each figure is also taken as a part of what they grew by in the same run (requests: of concurrency over mean
-time of a request), since a slow minute of the machine is in both. "agrees" compares the figures themselves with ours,
-"beside the server" these parts with ours.
+alike). They take turns, and all of them ask through a proxy (`wire_record.py`) that writes down when each request came
+and when each event of its answer passed. So what a client says of its requests is held against what passed of the very
+same ones, by the client's own definition, and no two runs are compared:
 
-A client whose figures are not within `--within` (5 %) of ours, or that asked something else, ends the run with 1.
+    told           what the client says: seconds to the first token, between tokens, requests a second; means of a run
+    on the wire    the same of the same requests, worked out from the proxy's times by the client's definition
+    in the server  the first token by the server's log, from queueing on; its lines are matched with requests by ids
+
+A definition that differs from ours is worked out by ours as well, which shows what the difference in words is worth.
+Beside that the server's /metrics must grow by the same requests and tokens for all, and the questions on the wire must
+be those that were drawn. A client whose figures are not within `--within` (5 %) of those on the wire, or that asked
+something else, ends the run with 1. What a client does by its clock before it sends, or once it has read, is in the
+difference.
 """
 
 from __future__ import annotations
@@ -33,11 +39,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from wire_record import Wire, WireRequest
 
 from workbench.base import Table, human
 from workbench.profiling import ClosedLoop, Kind, Lengths, Load, plan_load
@@ -53,6 +63,8 @@ CLIENTS = {
 OURS = "workbench profile"
 FIELDS = {"ignore_eos": True, "skip_special_tokens": False, "temperature": 0}
 READY_S, RUN_S = 300, 900
+FIGURES = {"first_s": "first token", "gap_s": "between tokens", "per_s": "requests"}
+COUNTERS = ("first_token_seconds_count", "prompt_tokens_total", "completion_tokens_total")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +77,53 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What the server's own figures grew by in one run; times are means."""
+class Definition:
+    """What a client means by its figures, in words, and whether its time between tokens is that of all gaps together
+    (`is_pooled`) or the mean of what each request has. Read in the clients' sources."""
 
-    requests: int
-    prompt_tokens: int
-    completion_tokens: int
-    first_s: float
-    gap_s: float
-    request_s: float
+    first: str
+    gap: str
+    per_s: str
+    is_pooled: bool = False
+
+
+DEFINITIONS = {
+    OURS: Definition(
+        first="from before it connects to the first event with text; the event that only has a role does not count",
+        gap="last event with text less the first, over the tokens that came after the first event; mean of requests",
+        per_s="requests over the time from the first one to the end of the last",
+    ),
+    "openai": Definition(
+        first="from before `create` to the first chunk whose content is not empty",
+        gap="last such chunk less the first, over usage.completion_tokens - 1; mean of requests",
+        per_s="requests over the time from the first one to the end of the last",
+    ),
+    "aiperf": Definition(
+        first="`time_to_first_token`: from the start of the request to the first response that has content",
+        gap="`inter_token_latency`: last response with content less the first, over usage's tokens - 1; requests' mean",
+        per_s="`request_throughput`: requests over the time from the first one's start to the last one's end",
+    ),
+    "guidellm": Definition(
+        first="`time_to_first_token_ms`: from the start of the request to the first line that adds to the answer",
+        gap="`inter_token_latency_ms`: last such line less the first, over tokens - 1; weighted by gaps, so pooled",
+        per_s="requests over the time from the first one's start to the last one's end, by its records; its own "
+        "`requests_per_second` is a mean over time of the rate at which requests end, in a window that is longer",
+        is_pooled=True,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One client's questions, once: what it says, what passed, what the server's log says of the same, and what the
+    server's counters grew by: (requests, prompt tokens, completion tokens)."""
+
+    told: Figures
+    wire: Figures
+    by_ours: Figures
+    server_first_s: float
+    grown: tuple[int, int, int]
+    is_asked: bool
 
 
 def main() -> None:
@@ -97,12 +147,16 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended, too
     is_good, records = True, []
-    with tempfile.TemporaryDirectory() as scratch, served(args.model, Path(scratch) / "server.log") as url:
-        for kind in args.kinds:
-            bench = Bench(args, kind, url, Path(scratch))
-            record = bench.run()
-            records.append(record)
-            is_good &= record["is_good"]
+    for name in (OURS, *args.clients):
+        own = DEFINITIONS[name]
+        print(f"{name}\n    first token   {own.first}\n    between       {own.gap}\n    requests      {own.per_s}")
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "server.log"
+        with served(args.model, log) as server, Wire(server) as wire:
+            for kind in args.kinds:
+                record = Bench(args, kind, server, wire, log).run()
+                records.append(record)
+                is_good &= record["is_good"]
     print(json.dumps({"benchmark": "clients", "kinds": records}))
     sys.exit(0 if is_good else 1)
 
@@ -144,8 +198,9 @@ def served(model: Path, log: Path) -> Iterator[str]:
 class Bench:
     """One kind of question, asked by everybody."""
 
-    def __init__(self, args: argparse.Namespace, kind: str, url: str, scratch: Path) -> None:
-        self.args, self.kind, self.url, self.scratch = args, kind, url, scratch / kind
+    def __init__(self, args: argparse.Namespace, kind: str, server: str, wire: Wire, log: Path) -> None:
+        self.args, self.kind, self.server, self.wire, self.log = args, kind, server, wire, log
+        self.url, self.scratch = wire.url, log.parent / kind
         self.scratch.mkdir()
         self.model = args.model.resolve().name
         width, height = map(int, args.image_size.split("x"))
@@ -168,81 +223,79 @@ class Bench:
     def run(self) -> dict[str, Any]:
         everyone = [OURS, *self.args.clients]
         self.ours()  # the first requests load code
-        runs: dict[str, list[tuple[Figures, Seen]]] = {name: [] for name in everyone}
+        runs: dict[str, list[Run]] = {name: [] for name in everyone}
         for number in range(self.args.rounds):
             for name in everyone:
-                self.before = self.metrics()
-                figures = self.ask[name]()
-                seen = difference(self.before, self.metrics())
-                runs[name].append((figures, seen))
-                print(f"{self.kind}, round {number + 1}, {name}: {figures} {seen}", file=sys.stderr, flush=True)
+                self.begin()
+                told = self.ask[name]()
+                run = self.ended(name, told)
+                runs[name].append(run)
+                print(f"{self.kind}, round {number + 1}, {name}: {run}", file=sys.stderr, flush=True)
         return self.told(runs)
 
-    def told(self, runs: dict[str, list[tuple[Figures, Seen]]]) -> dict[str, Any]:
-        median = {
-            name: [statistics.median(getattr(f, field) for f, _ in each) for field in Figures.__dataclass_fields__]
-            for name, each in runs.items()
-        }
-        asked = {
-            name: {(seen.requests, seen.prompt_tokens, seen.completion_tokens) for _, seen in each}
-            for name, each in runs.items()
-        }
-        parts = {
-            name: [statistics.median(part) for part in zip(*self.parts(each), strict=True)]
-            for name, each in runs.items()
-        }
-        wanted = (self.args.requests, self.args.requests * self.args.answer_tokens)
-        rows, is_good = [], True
-        for name in runs:
-            ratios, beside = (
-                [theirs / ours for theirs, ours in zip(each[name], each[OURS], strict=True)] for each in (median, parts)
-            )
-            is_same = asked[name] == asked[OURS] and all((n, c) == wanted for n, _, c in asked[name])
-            is_near, is_near_beside = (
-                all(abs(ratio - 1) <= self.args.within for ratio in each) for each in (ratios, beside)
-            )
-            is_good &= is_same and is_near
-            first, gap, rate = median[name]
-            rows.append(
-                (
-                    name,
-                    human(first, "s"),
-                    human(gap, "s"),
-                    f"{rate:.3g}/s",
-                    " ".join(f"{ratio:.3f}" for ratio in ratios),
-                    "yes" if is_near else "NO",
-                    " ".join(f"{part:.3f}" for part in parts[name]),
-                    "yes" if is_near_beside else "NO",
-                    "yes" if is_same else f"NO: {sorted(asked[name])}",
+    def begin(self) -> None:
+        self.before = self.metrics()
+        self.wire.take()
+
+    def ended(self, name: str, told: Figures) -> Run:
+        time.sleep(0.5)  # a client may be done at the last event, before the stream has ended
+        records = self.wire.take()
+        after = self.metrics()
+        grown = tuple(
+            round(after.get(f"workbench_{each}", 0.0) - self.before.get(f"workbench_{each}", 0.0)) for each in COUNTERS
+        )
+        wanted = Counter(question.text for question in self.questions)
+        asked = Counter(text for each in records for text in wanted if json.dumps(text)[1:-1] in each.content)
+        first_s = first_tokens_of(self.log)
+        return Run(
+            told=told,
+            wire=figures_of(records, DEFINITIONS[name]),
+            by_ours=figures_of(records, DEFINITIONS[OURS]),
+            server_first_s=statistics.fmean(first_s[each.request_id] for each in records),
+            grown=grown,  # type: ignore[arg-type]
+            is_asked=asked == wanted and len(records) == len(self.questions),
+        )
+
+    def told(self, runs: dict[str, list[Run]]) -> dict[str, Any]:
+        rows, is_good, record = [], True, {}
+        wanted = (self.args.requests, runs[OURS][0].grown[1], self.args.requests * self.args.answer_tokens)
+        for name, own in runs.items():
+            is_same = all(run.is_asked and run.grown == wanted for run in own)
+            is_good &= is_same
+            for field, words in FIGURES.items():
+                told, wire, by_ours = (
+                    [getattr(figures, field) for figures in each]
+                    for each in ([x.told for x in own], [x.wire for x in own], [x.by_ours for x in own])
                 )
-            )
-        columns = ("client", "first token", "between", "requests", "of ours", "agrees", "of the server's",
-                   "beside the server", "same questions")  # fmt: skip
+                ratio = statistics.median(a / b for a, b in zip(told, wire, strict=True))
+                worth = statistics.median(a / b for a, b in zip(wire, by_ours, strict=True))
+                is_near = abs(ratio - 1) <= self.args.within
+                is_good &= is_near
+                record.setdefault(name, {})[field] = {"told": told, "wire": wire, "ratio": ratio, "by_ours": worth}
+                rows.append(
+                    (
+                        name if field == "first_s" else "",
+                        words,
+                        _cell(field, statistics.median(told)),
+                        _cell(field, statistics.median(wire)),
+                        f"{ratio:.3f}",
+                        "yes" if is_near else "NO",
+                        f"{worth:.3f}",
+                        human(statistics.median(x.server_first_s for x in own), "s") if field == "first_s" else None,
+                        ("yes" if is_same else f"NO: {[x.grown for x in own]}") if field == "first_s" else None,
+                    )
+                )
+        columns = ("client", "figure", "told", "on the wire", "told / wire", "agrees", "of our definition",
+                   "in the server", "same questions")  # fmt: skip
         title = (
-            f"{self.kind}: {self.args.requests} requests, {self.args.concurrency} at once, {self.args.rounds} rounds"
+            f"{self.kind}: {self.args.requests} requests, {self.args.concurrency} at once, medians of "
+            f"{self.args.rounds} rounds"
         )
         print(Table(title=title, columns=columns, rows=tuple(rows)).render(), flush=True)
-        return {
-            "kind": self.kind,
-            "medians": median,
-            "parts": parts,
-            "server": {name: [vars_of(seen) for _, seen in each] for name, each in runs.items()},
-            "is_good": is_good,
-        }
-
-    def parts(self, runs: list[tuple[Figures, Seen]]) -> list[tuple[float, float, float]]:
-        """Of each run, its figures over those of the server meanwhile."""
-        return [
-            (
-                figures.first_s / seen.first_s,
-                figures.gap_s / seen.gap_s,
-                figures.per_s * seen.request_s / self.args.concurrency,
-            )
-            for figures, seen in runs
-        ]
+        return {"kind": self.kind, "clients": record, "is_good": is_good}
 
     def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(f"{self.url.removesuffix('/v1')}/metrics", timeout=60) as response:
+        with urllib.request.urlopen(f"{self.server.removesuffix('/v1')}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
@@ -288,7 +341,7 @@ class Bench:
             client.stdin.flush()
             if client.stdout.readline().strip() != "ready":
                 raise SystemExit(f"the openai client ended with {client.wait(60)}")
-            self.before = self.metrics()  # without what it asked to load its code
+            self.begin()  # without what it asked to load its code
             told = json.loads(client.communicate("go\n", timeout=RUN_S)[0])
         first, gap, _ = zip(*told["requests"], strict=True)
         return Figures(first_s=statistics.fmean(first), gap_s=statistics.fmean(gap), per_s=len(first) / told["seconds"])
@@ -343,32 +396,49 @@ class Bench:
             "--output", json.dumps({"kind": "json", "path": str(out)}), "--disable-console",
         ]  # fmt: skip
         output_of(command)
-        metrics = json.loads(out.read_text("utf-8"))["benchmarks"][0]["metrics"]
+        told = json.loads(out.read_text("utf-8"))["benchmarks"][0]
+        metrics, requests = told["metrics"], told["requests"]["successful"]
+        seconds = max(each["request_end_time"] for each in requests) - min(
+            each["request_start_time"] for each in requests
+        )
         return Figures(
             first_s=metrics["time_to_first_token_ms"]["successful"]["mean"] / 1e3,
             gap_s=metrics["inter_token_latency_ms"]["successful"]["mean"] / 1e3,
-            per_s=metrics["requests_per_second"]["successful"]["mean"],
+            per_s=len(requests) / seconds,
         )
 
     def python(self, client: str) -> str:
         return str(self.args.cache / client / "bin" / "python")
 
 
-def difference(before: dict[str, float], after: dict[str, float]) -> Seen:
-    def grown(name: str) -> float:
-        return after.get(name, 0.0) - before.get(name, 0.0)
-
-    def mean(name: str, labels: str = "") -> float:
-        return grown(f"workbench_{name}_sum{labels}") / max(1.0, grown(f"workbench_{name}_count{labels}"))
-
-    return Seen(
-        requests=round(grown("workbench_first_token_seconds_count")),
-        prompt_tokens=round(grown("workbench_prompt_tokens_total")),
-        completion_tokens=round(grown("workbench_completion_tokens_total")),
-        first_s=mean("first_token_seconds"),
-        gap_s=mean("token_gap_seconds"),
-        request_s=mean("http_request_seconds", '{route="/v1/chat/completions"}'),
+def figures_of(records: Sequence[WireRequest], definition: Definition) -> Figures:
+    """Of what passed."""
+    answered = [each for each in records if each.text_times and each.tokens > 1]
+    spans = [(each.text_times[-1] - each.text_times[0], each.tokens - 1) for each in answered]
+    if definition.is_pooled:
+        gap_s = sum(span for span, _ in spans) / sum(gaps for _, gaps in spans)
+    else:
+        gap_s = statistics.fmean(span / gaps for span, gaps in spans)
+    return Figures(
+        first_s=statistics.fmean(each.text_times[0] - each.began_s for each in answered),
+        gap_s=gap_s,
+        per_s=len(answered) / (max(each.ended_s for each in records) - min(each.began_s for each in records)),
     )
+
+
+def first_tokens_of(log: Path) -> dict[str, float]:
+    """Seconds from queueing to the first token by request id, of the server's log."""
+    found: dict[str, float] = {}
+    for line in log.read_text("utf-8", "replace").splitlines():
+        with contextlib.suppress(ValueError, AttributeError):
+            entry = json.loads(line)
+            if isinstance(entry.get("first_token_s"), float):
+                found[str(entry["request_id"])] = entry["first_token_s"]
+    return found
+
+
+def _cell(field: str, value: float) -> str:
+    return f"{value:.3g}/s" if field == "per_s" else human(value, "s")
 
 
 def uris_of(question: Question) -> list[str]:
@@ -391,10 +461,6 @@ def output_of(command: list[str]) -> str:
         tail = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)[-3000:]
         raise SystemExit(f"{' '.join(command[:4])} … ended with {done.returncode}:\n{tail}")
     return done.stdout
-
-
-def vars_of(seen: Seen) -> dict[str, float]:
-    return {name: getattr(seen, name) for name in seen.__dataclass_fields__}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """What the work on the published Kimi K3 costs on this machine: seconds and peak memory against what was asked.
 
-    python tests/benchmarks/bench_published.py [--repeats 3] [--only inspect search audit]
+    python tests/benchmarks/bench_published.py [--repeats 3] [--only inspect trace search audit]
 
-`inspect`: the published config and index are read, counted and mapped. `search`: every layout for 512 devices is
-judged. `audit`: the ghost of all 96 files is audited (headers and sizes are real, values are holes). `plan`: the
-reads of one rank of an EP64 layout are laid out. Each job runs in a fresh process that imports everything anew; the
+`inspect`: the published config and index are read, counted and mapped. `trace`: what one rank runs in a chunk and in a
+decode step, of four layouts of up to 512 ranks, and in the last chunk of 2^20 tokens. `search`: every layout for 512
+devices is judged. `audit`: the ghost of all 96 files is audited (headers and sizes are real, values are holes). `plan`:
+the reads of one rank of an EP64 layout are laid out. Each job runs in a fresh process that imports everything anew; the
 seconds are of the job on the clock and of the processor, medians over repeats. Leaves with 1 where a median is over its
-limit. All but `search` need the published config and index (WORKBENCH_REFERENCE; see tests/k3_published.py).
+limit. All but `trace` and `search` need the published config and index (WORKBENCH_REFERENCE, tests/k3_published.py).
 """
 
 from __future__ import annotations
@@ -36,6 +37,21 @@ from workbench.checkpoint import inspect_checkpoint
 def job(root):
     report = inspect_checkpoint(root)
     return f"{report.names.num_matched:,} of {report.names.num_names:,} names"
+""",
+    "trace": """
+from k3_published import SIZES, TOKENS
+from workbench.checkpoint import k3_config
+from workbench.operators import Workload, trace_inventory
+from workbench.placement import Layout
+from workbench.spec import parse_config
+def job(root):
+    spec = parse_config(k3_config(sizes=SIZES, tokens=TOKENS))
+    chunk, decode = Workload(phase="prefill", new_tokens=4096), Workload(phase="decode", num_sequences=64, context=8192)
+    last = Workload(phase="prefill", new_tokens=2048, context=2**20 - 2048)
+    layouts = ("tp16xep16", "dp8xtp8xep64", "pp4xtp8xep8", "dp64xtp8xep128:all_to_all")
+    asked = [(text, workload) for text in layouts for workload in (chunk, decode)] + [("tp16xep16", last)]
+    found = [trace_inventory(spec, Layout.parse(text), workload, precision="mxfp4") for text, workload in asked]
+    return f"{len(found)} inventories, {sum(len(x.operators) for x in found):,} kinds of calls"
 """,
     "search": """
 from k3_published import SIZES, TOKENS
@@ -72,8 +88,14 @@ wall, cpu = time.perf_counter(), time.process_time()
 result = job(sys.argv[1])
 print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu, peak_resident_bytes(), result]))
 """
-LIMITS = {"inspect": (10, 2 << 30), "search": (10, 2 << 30), "audit": (60, 2 << 30), "plan": (30, 2 << 30)}
-WITHOUT_FILES = {"search"}
+LIMITS = {
+    "inspect": (10, 2 << 30),
+    "trace": (10, 2 << 30),
+    "search": (10, 2 << 30),
+    "audit": (60, 2 << 30),
+    "plan": (30, 2 << 30),
+}
+WITHOUT_FILES = {"trace", "search"}
 
 
 def main() -> None:

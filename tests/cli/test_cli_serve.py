@@ -90,7 +90,8 @@ def test_a_served_checkpoint_answers_a_client_and_the_terminal_and_ends_on_a_sig
     assert second["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"]
 
     with urllib.request.urlopen(url.removesuffix("/v1") + "/ready", timeout=30) as response:
-        assert json.load(response) == {"status": "ready"}
+        copies = {"ready": 1, "restarting": 0, "failed": 0, "leaving": 0, "starting": 0}
+        assert json.load(response) == {"status": "ready", "copies": copies}
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]

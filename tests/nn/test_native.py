@@ -16,7 +16,8 @@ from workbench.nn import SCHEMES, Linear, native
 from workbench.nn.moe import Experts
 from workbench.nn.native import build, calls, dispatch
 from workbench.nn.native.calls import KINDS, Held, Kernels
-from workbench.nn.native.trial import TOLERANCE, attend_reference, experts_reference, faults, wide
+from workbench.nn.native.trial import TOLERANCE, attend_reference, experts_reference, faults, seen_rows, wide
+from workbench.nn.pages import PageTables
 from workbench.nn.precision import Precision
 from workbench.spec import Activation
 
@@ -145,6 +146,33 @@ def test_attention_equals_the_reference_and_reads_no_further_than_it_may(
         assert torch.equal(alone[0], found[s])
 
 
+@pytest.mark.parametrize("page_tokens", [1, 7, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (11, 1)])
+def test_rows_in_pages_give_the_bits_of_rows_side_by_side_and_those_of_others_are_not_read(
+    kernels: Kernels, dtype: torch.dtype, heads: int, kv_heads: int, page_tokens: int
+) -> None:
+    """Pages in any order, some of them neighbours; what no sequence sees is NaN, also in the same page."""
+    seen, width, v_width = [(2, 0, 1), (0, 3, 130), (3, 64, 71)], 36, 77
+    longest, num_pages = 140, 4 * -(-140 // page_tokens)
+    pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(8)).view(4, -1)
+    pages[0, :2] = pages[0, :2].sort().values
+    tables = PageTables(pages, page_tokens)
+    rows = [seen_rows(tables, *each) for each in seen]
+    q, sinks = draw(len(seen), heads, width, dtype=dtype), draw(heads, seed=6)
+    pools = []
+    for seed, columns in ((3, width), (5, v_width)):
+        pool = torch.full((num_pages * page_tokens, kv_heads, columns), float("nan"), dtype=dtype)
+        for slot, each in enumerate(rows):
+            pool[each] = draw(len(each), kv_heads, columns, seed=10 * seed + slot, dtype=dtype)
+        pools.append(pool)
+    assert longest <= pages.shape[1] * page_tokens
+    found = kernels.attend(q, pools[:1], pools[1:], 0.2, sinks, tables, torch.tensor(seen))
+    keys, values = ([pool[each] for each in rows] for pool in pools)
+    assert torch.equal(found, kernels.attend(q, keys, values, 0.2, sinks))
+    assert_near(found.double(), attend_reference(q, keys, values, 0.2, sinks), TOLERANCE[dtype])
+
+
 def test_scores_far_apart_and_scores_that_are_no_numbers(kernels: Kernels) -> None:
     q, keys, values = torch.ones(3, 2, 8), torch.ones(3, 5, 1, 8), draw(3, 5, 1, 8)
     keys[0, 3] = 500.0  # one token takes all
@@ -208,15 +236,17 @@ def test_a_model_computes_the_same_with_them(any_size: None, monkeypatch: pytest
         return found
 
     asked: list[str] = []
-    for name in ("linear", "experts", "attend"):
+    for name in ("linears", "experts", "attend"):
         original = getattr(Kernels, name)
-        spy = lambda self, *args, name=name, original=original: asked.append(name) or original(self, *args)  # noqa: E731
+        spy = lambda self, *args, name=name, original=original, **options: (  # noqa: E731
+            asked.append(name) or original(self, *args, **options)
+        )
         monkeypatch.setattr(Kernels, name, spy)
     expected = run(torch.float64)
     assert not asked
     for found, wanted in zip(run(torch.float32), expected, strict=True):
         assert_near(found.double(), wanted, 1e-4)
-    assert set(asked) == {"linear", "experts", "attend"}
+    assert set(asked) == {"linears", "experts", "attend"}
 
 
 def test_experts_from_a_pool_are_those_of_the_stack_to_the_bit(any_size: None) -> None:
@@ -258,18 +288,43 @@ def test_the_trial_finds_nothing_wrong(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "named"),
-    [("if (columns % BLOCK) {", "if (false) {", ("linear", "experts", "attend"))],
-    ids=["columns behind the last block left out"],
+    "faults_by_kernel",
+    [
+        {("linear", "experts", "attend in float", "attend in pages"): ("if (columns % BLOCK) {", "if (false) {")},
+        {
+            ("rms_norm",): ("(T::wide(weight[i]) + norm.offset)", "T::wide(weight[i])"),
+            ("turn_heads",): ("second = b * c + a * s", "second = b * c - a * s"),
+            ("route",): ("weights[k] /= total + 1e-20f", "weights[k] /= 1.0f"),
+            ("sum of experts",): ("sums.weights ? sums.weights[p] : 1.0f", "1.0f"),
+        },
+        pytest.param({("attend in pages",): ("own[page] * tokens + t % tokens", "t")}, marks=pytest.mark.slow),
+        pytest.param({("attend in pages",): ("own[page + 1] == own[page] + 1", "true")}, marks=pytest.mark.slow),
+        pytest.param(
+            {("attend in pages",): ("(row - t) * values.token", "(row - t + 1) * values.token")},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=[
+        "columns behind the last block left out",
+        "one in each of the others",
+        "no pages",
+        "pages side by side",
+        "values of other tokens",
+    ],
 )
-def test_a_wrong_kernel_is_found_by_its_trial(tmp_path: Path, kernels: Kernels, right: str, wrong: str, named) -> None:
-    for source in build.SOURCES:
-        text = source.read_text()
-        (tmp_path / source.name).write_text(text.replace(right, wrong))
-    assert any(right in source.read_text() for source in build.SOURCES)
-    library = build.load_library(tuple(tmp_path / source.name for source in build.SOURCES), tmp_path / "cache")
-    found = " ".join(faults(Kernels(library)))
-    assert all(name in found for name in named), found
+def test_a_wrong_kernel_is_found_by_its_trial(
+    tmp_path: Path, kernels: Kernels, faults_by_kernel: dict[tuple[str, ...], tuple[str, str]]
+) -> None:
+    sources = {source.name: source.read_text() for source in build.SOURCES}
+    for right, wrong in faults_by_kernel.values():
+        assert sum(text.count(right) for text in sources.values()) == 1
+        sources = {name: text.replace(right, wrong) for name, text in sources.items()}
+    for name, text in sources.items():
+        (tmp_path / name).write_text(text)
+    library = build.load_library(tuple(tmp_path / name for name in sources), tmp_path / "cache")
+    found = faults(Kernels(library))
+    for name in (name for names in faults_by_kernel for name in names):
+        assert any(each.startswith(name) for each in found), f"{name} not in {found}"
 
 
 @pytest.mark.usefixtures("kernels")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from nn_tiny import batch_of, random_ids, tiny_cache, tiny_model
+from nn_tiny import batch_of, random_ids, tiny_cache, tiny_model, tiny_spec
 
 from workbench.base import RequestError
+from workbench.nn import native
 from workbench.nn.cache import StateCache
 from workbench.nn.pages import SlotPages
 from workbench.nn.rows import RowTable, row_format
+from workbench.spec import ModelSpec, parse_config
 
 P, WIDTH = 4, 5
 
@@ -171,6 +175,58 @@ def test_a_model_does_not_notice_where_its_rows_lie(kv_dtype: str) -> None:
             paged.extend(slot, held, [next(pools[slot]) for _ in range(missing)])
         assert torch.equal(model(batch_of(step), cache=plain), model(batch_of(step), cache=paged))
     assert paged.num_bytes < plain.num_bytes
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 60,
+    "intermediate_size": 36, "max_position_embeddings": 128, "num_attention_heads": 6, "num_hidden_layers": 2,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "vocab_size": 52,
+}  # fmt: skip
+
+
+def of_window(spec: ModelSpec, window: int) -> ModelSpec:
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for layer in spec.layers)
+    return replace(spec, layers=layers)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    "spec",
+    [tiny_spec(), parse_config(LLAMA), of_window(parse_config(LLAMA), 9)],
+    ids=["latents", "keys and values", "a window"],
+)
+def test_kernels_read_pages_where_they_lie_and_decode_the_bits_of_slots(
+    monkeypatch: pytest.MonkeyPatch, spec: ModelSpec, kv_dtype: str
+) -> None:
+    """Three sequences of unlike lengths, their pages backwards and in turns; what is none of theirs is NaN."""
+    if native.kernels() is None:
+        pytest.skip("no native kernels here: no compiler, or switched off")
+    model, ids = tiny_model(spec, dtype=torch.float32), random_ids(60)
+    sizes = {"num_slots": 4, "max_tokens": 80, "dtype": model.dtype, "kv_dtype": kv_dtype}
+    plain = StateCache(model.spec, model.layer_range, **sizes)
+    paged = StateCache(model.spec, model.layer_range, **sizes, cache_tokens=97)
+    paged.use_pages(8)
+    for cache in (plain, paged):
+        for table in (cache.latent, cache.keys, cache.values):
+            for rows in table.values():
+                for part in rows.parts if kv_dtype == "auto" else rows.parts[1:]:
+                    part.fill_(float("nan"))
+    gathered: list[str] = []
+    with torch.inference_mode():
+        for slot, pages in ((3, [11, 4, 6]), (0, [5]), (2, [9, 10, 7])):
+            paged.extend(slot, 0, pages)
+        prompts = [(3, 0, ids[:19]), (0, 0, ids[19:20]), (2, 0, ids[20:38])]
+        assert torch.equal(model(batch_of(prompts), cache=plain), model(batch_of(prompts), cache=paged))
+        for name in ("first", "of_slot"):
+            original = getattr(RowTable, name)
+            spy = lambda self, *args, name=name, original=original: gathered.append(name) or original(self, *args)  # noqa: E731
+            monkeypatch.setattr(RowTable, name, spy)
+        for step in range(5):
+            batch = batch_of([(2, 18 + step, [7]), (3, 19 + step, [step]), (0, 1 + step, [3])])
+            found = [model(batch, cache=cache) for cache in (plain, paged)]
+            assert found[0].isfinite().all()
+            assert torch.equal(*found)
+    assert bool(gathered) == (kv_dtype != "auto"), "codes are decoded into a copy, and nothing else is copied"
 
 
 def test_a_batch_is_refused_that_would_write_a_page_of_others() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from workbench.base import ImageError
 from workbench.nn.projector import Projector
 from workbench.nn.vision import Grid, VisionTower, frame_table, merge_patches, rotary_angles, rotate_pairs
+from workbench.nn.vision_rows import ImageRows
 from workbench.spec import ProjectorSpec, VisionSpec
 
 # No two widths are equal, so that a swapped dimension fails.
@@ -321,3 +324,26 @@ def test_packed_qkv_cut_as_one_block_would_be_seen() -> None:
     whole, patches = new_tower(), patches_of(GRIDS)
     found = run_sharded(whole, patches, 3, one_block)
     assert not torch.allclose(found, whole(patches, GRIDS), rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 7, 48, 1000])
+@pytest.mark.parametrize("deepstack", [(), (0,)])
+def test_an_image_with_pauses_gives_what_it_gives_at_once(size: int, deepstack: tuple[int, ...]) -> None:
+    tower = new_tower(spec=replace(SPEC, deepstack=deepstack))
+    for grid in GRIDS:
+        patches = patches_of([grid])
+        rows = ImageRows(tower, patches, grid)
+        assert rows.num_rows == 2 * math.prod(grid)
+        for stop in range(size, rows.num_rows + size, size):
+            rows.advance(stop)
+            assert rows.num_done == min(stop, rows.num_rows)
+        assert_close(rows.merged(), tower(patches, [grid]), rtol=1e-12, atol=1e-12)
+
+
+def test_an_image_that_is_not_done_gives_nothing_and_one_that_does_not_fit_is_refused() -> None:
+    rows = ImageRows(new_tower(), patches_of([GRIDS[0]]), GRIDS[0])
+    rows.advance(rows.num_rows - 1)
+    with pytest.raises(AssertionError, match="95 of 96 rows"):
+        rows.merged()
+    with pytest.raises(ImageError, match="grids and patches differ"):
+        ImageRows(new_tower(), patches_of([GRIDS[0]]), GRIDS[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -263,28 +262,33 @@ def test_silent_ranks_do_not_invent_values() -> None:
     assert ctx.log.count("all_reduce", "tp") == 1
 
 
-# size and speed
+# size
 
 
-def test_published_sizes_are_traced_fast_and_in_little_memory(k3: ModelSpec) -> None:
-    """512 ranks, 1.5 TB of weights: half a second of one core and no memory to speak of."""
+def test_published_sizes_are_traced_in_little_memory(k3: ModelSpec) -> None:
+    """512 ranks, 1.5 TB of weights: no memory to speak of. How long it takes: tests/benchmarks/bench_published.py."""
     prefill, decode = (
         Workload(phase="prefill", new_tokens=4096),
         Workload(phase="decode", num_sequences=64, context=8192),
     )
     trace_inventory(k3, Layout(tp=2), decode, precision="mxfp4")  # torch's own tables are made once per process
     before = peak_resident_bytes()
-    times = []
     for text in ("tp16xep16", "dp8xtp8xep64", "pp4xtp8xep8", "dp64xtp8xep128:all_to_all"):
         for workload in (prefill, decode):
-            start = time.process_time()
-            inventory = trace_inventory(k3, Layout.parse(text), workload, precision="mxfp4")
-            times.append(time.process_time() - start)
-            assert inventory.flops > 0
-    grown = peak_resident_bytes() - before
-    assert sorted(times)[len(times) // 2] < 0.5, times
-    assert max(times) < 1.5, times
-    assert grown < 400e6
+            assert trace_inventory(k3, Layout.parse(text), workload, precision="mxfp4").flops > 0
+    assert peak_resident_bytes() - before < 400e6
+
+
+def test_a_chunk_behind_a_million_tokens_takes_one_heads_keys_and_values_and_a_block_of_the_mask(
+    k3: ModelSpec,
+) -> None:
+    """K3 over 16 ranks, 6 heads each, the last 2,048 tokens of 2^20."""
+    million = 1 << 20
+    workload = Workload(phase="prefill", new_tokens=2048, context=million - 2048)
+    found = trace_inventory(k3, Layout.parse("tp16xep16"), workload, precision="mxfp4")
+    peaks = dict(found.layer_peaks)
+    needed = million * (192 + 192 + 128) * 2 + 192 * million * 2
+    assert needed <= peaks["MLA+MoE"] < 1.1 * needed, "and tensors of the chunk itself"
 
 
 def test_few_tokens_that_draw_their_experts_visit_fewer_than_an_even_spread(tiny: ModelSpec) -> None:

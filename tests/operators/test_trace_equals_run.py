@@ -11,14 +11,16 @@ from trace_tasks import run_recorded
 from uses import collectives_of, differences, operators_of
 
 from workbench.loading import load_sharded_weights
+from workbench.nn import workspace
 from workbench.nn.kda import KDA
 from workbench.nn.model import DecoderLayer
 from workbench.nn.moe import Experts
-from workbench.operators import Workload, trace_inventory
+from workbench.operators import Inventory, Workload, trace_inventory
 from workbench.operators.routing import spread_evenly
 from workbench.placement import Layout
 
 TINY = Path(__file__).resolve().parents[2] / "data" / "k3-tiny"
+FAMILIES = Path(__file__).resolve().parents[1] / "golden" / "families"
 PREFILL = Workload(phase="prefill", num_sequences=2, new_tokens=19)
 CONTINUED = Workload(phase="prefill", num_sequences=2, new_tokens=19, context=5)
 LONG = Workload(phase="prefill", num_sequences=1, new_tokens=97)
@@ -59,6 +61,31 @@ def test_operators_and_memory_of_the_trace_are_those_of_a_run(precision: str, wo
     assert traced.activation_peak_bytes == real.activation_peak_bytes
     assert traced.layer_peaks == real.layer_peaks
     assert collectives_of(real) == collectives_of(traced) == {}
+
+
+@pytest.mark.parametrize("name", ["k3-tiny", "deepseek_v32", "gpt_oss", "llama4"])
+def test_a_long_context_is_traced_as_it_is_read_in_groups_and_blocks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With next to no workspace: groups of heads, blocks of queries, chosen tokens, sinks, windows and chunks."""
+    workload = Workload(phase="prefill", num_sequences=2, new_tokens=70, context=25)
+    loaded = load_sharded_weights(TINY if name == "k3-tiny" else FAMILIES / name, precision="bf16")
+    loaded.model.eval().requires_grad_(False)
+
+    def traced_and_run() -> tuple[Inventory, Inventory]:
+        real, visits = run_recorded(loaded.model, loaded.ctx, workload)
+        traced = trace_inventory(
+            loaded.spec, Layout(), workload, precision="bf16", routing=lambda layer, dp, tokens: visits[layer]
+        )
+        return traced, real
+
+    at_once, _ = traced_and_run()
+    monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 1 << 10)
+    traced, real = traced_and_run()
+    assert sum(use.count for use in traced.operators) > sum(use.count for use in at_once.operators)
+    assert differences(operators_of(traced), operators_of(real)) == ""
+    assert traced.activation_peak_bytes == real.activation_peak_bytes
+    assert traced.layer_peaks == real.layer_peaks
 
 
 @pytest.mark.parametrize("workload", [PREFILL, DECODE], ids=str)

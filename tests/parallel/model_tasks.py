@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from workbench.loading import load_sharded_weights
 from workbench.nn.batch import TokenBatch
-from workbench.parallel import GroupTensorParallel, Pipeline, encode_images, sum_vision_gradients
+from workbench.parallel import (
+    GroupTensorParallel,
+    Pipeline,
+    advance_image,
+    begin_image,
+    encode_images,
+    sum_vision_gradients,
+)
 from workbench.placement import Layout
 
 __all__ = ["encode", "train_step"]
@@ -52,7 +61,7 @@ def train_step(
 def encode(
     root: Path, layout: Layout, pixels: Tensor, grids: list[tuple[int, int, int]], target: Tensor
 ) -> dict[str, object]:
-    """Features of images, and gradients of sum(features * target) for tower and projector."""
+    """Features of images, at once and with pauses, and gradients of sum(features * target) for tower and projector."""
     loaded = load_sharded_weights(root, precision="fp32", layout=layout, device="cpu")
     calls: list[int] = []
     assert loaded.model.vision is not None
@@ -60,6 +69,20 @@ def encode(
     features = encode_images(loaded.model, loaded.ctx, pixels, grids)
     (features * target).sum().backward()
     sum_vision_gradients(loaded.model, loaded.ctx)
+    parts = []
+    with torch.no_grad():
+        for own, grid in zip(pixels.split([math.prod(grid) for grid in grids]), grids, strict=True):
+            rows, piece, stop = begin_image(loaded.model, loaded.ctx, own, grid), None, 0
+            while piece is None:
+                stop += 7
+                piece = advance_image(loaded.model, loaded.ctx, rows, grid, stop)
+            parts.append(piece)
     loaded.ctx.close()
     grads = {n: p.grad for n, p in loaded.model.named_parameters() if n.startswith(("vision.", "projector."))}
-    return {"coords": loaded.ctx.coords, "features": features.detach(), "grads": grads, "patches": sum(calls)}
+    return {
+        "coords": loaded.ctx.coords,
+        "features": features.detach(),
+        "parts": torch.cat(parts),
+        "grads": grads,
+        "patches": sum(calls),
+    }

@@ -127,7 +127,8 @@ def test_images_give_the_same_features_and_gradients_on_every_rank(
     spec = read_spec(root)
     one, results = run_images(root, layout, GRIDS)
     for result in results:
-        torch.testing.assert_close(result["features"], one["features"], rtol=1e-4, atol=1e-5)
+        for found in (result["features"], result["parts"]):
+            torch.testing.assert_close(found, one["features"], rtol=1e-4, atol=1e-5)
         for name, grad in one["grads"].items():
             expected = local_piece(spec, layout, result["coords"], name, grad)
             error = (result["grads"][name] - expected).norm() / (grad.norm() + 1e-12)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from planner_samples import given, miniature, published
 
 from workbench.nn.cache import StateCache
 from workbench.placement import Layout
-from workbench.planner import CacheNeed, Reserve, read_weight_table, stage_ledger
+from workbench.planner import CacheNeed, Reserve, rank, read_weight_table, stage_ledger
 from workbench.planner.memory import cache_need, num_groups, request_floor
-from workbench.spec import KV_DTYPES, KV_SCALE_BYTES, kv_bytes_per_token, state_bytes_per_sequence
+from workbench.spec import KV_DTYPES, KV_SCALE_BYTES, kv_bytes_per_token, read_spec, state_bytes_per_sequence
 
 RESERVE = Reserve(other=given(1000, "B"), communicator=given(10, "B"), window_bytes=64)
 
@@ -65,6 +67,24 @@ def test_a_pool_and_places_for_snapshots_are_counted_as_they_are_allocated(text:
     assert request_floor(spec, layout, layers, need, 2) == request_floor(
         spec, layout, layers, CacheNeed(slots=3, max_tokens=50), 2
     )
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", ["kimi_linear", "deepseek_v32", "gpt_oss", "qwen3_5_moe"])
+def test_what_a_rank_says_of_its_caches_is_all_that_they_hold_by_the_names_of_the_plan(
+    name: str, kv_dtype: str
+) -> None:
+    """Latents, keys of indexers, keys and values, states; none of them left out, none under another name."""
+    spec = read_spec(Path(__file__).resolve().parents[1] / "golden" / "families" / name)
+    layers = range(spec.num_layers)
+    cache = StateCache(
+        spec, layers, num_slots=3, max_tokens=10, dtype=torch.bfloat16, kv_dtype=kv_dtype, num_snapshots=2
+    )
+    need = CacheNeed(slots=3, max_tokens=10, kv_dtype=kv_dtype, kv_scale_bytes=KV_SCALE_BYTES, snapshot_places=2)
+    found = rank._caches(cache)
+    assert found.total() == cache.num_bytes
+    assert found == {role: size for role, size in cache_need(spec, Layout(), layers, need, 2).items() if size}
+    assert ("index keys" in found) == (name == "deepseek_v32")
 
 
 def test_pages_round_tokens_up_and_snapshots_copy_the_state() -> None:

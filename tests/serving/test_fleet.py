@@ -192,7 +192,8 @@ def test_a_service_and_its_server_run_on_a_fleet_as_on_an_engine():
     service = MultimodalInferenceService(fleet, TOKENIZER)
     with service, HttpServer(service, ServerSettings(model="k3", port=0)) as server:
         client = Served(service, server, int(server.url.removesuffix("/v1").rpartition(":")[2]))
-        assert client.get("/ready").json == {"status": "ready"}
+        copies = {"ready": 2, "restarting": 0, "failed": 0, "leaving": 0}
+        assert client.get("/ready").json == {"status": "ready", "copies": copies}
         assert client.post(question()).json["choices"][0]["message"]["content"] == "ok"
         fleet.remove(runners[0])
         assert client.post(question(stream=True)).text == "ok"

@@ -182,6 +182,34 @@ def test_a_step_that_names_features_that_are_not_there_is_refused(root, key, cou
         build_batch(read_spec(root), (step,), {"a": torch.zeros(4, 3)})
 
 
+@pytest.mark.parametrize("size", [1, 50])
+def test_a_picture_that_is_encoded_a_part_a_step_has_the_features_of_one_at_once(runner, picture_prompt, size):
+    rank = runner.rank
+    for image in picture_prompt[1]:
+        runner.encode_images(0, [("whole", image.patches, image.grid)])
+        num_rows = runner.info.encoding.num_rows(len(image.patches))
+        for first in range(0, num_rows, size):
+            assert "parts" not in rank.features
+            patches = image.patches if first == 0 else image.patches[:0]
+            runner.encode_rows(0, ("parts", patches, image.grid), first, min(num_rows, first + size))
+        assert not rank.begun
+        torch.testing.assert_close(rank.features["parts"], rank.features["whole"], rtol=1e-5, atol=1e-5)
+        runner.drop_images(0, ["parts", "whole"])
+
+
+def test_a_part_of_a_picture_that_does_not_go_on_from_the_last_is_refused(runner, picture_prompt):
+    image = picture_prompt[1][0]
+    own = ("parts", image.patches, image.grid)
+    with pytest.raises(RequestError, match="cannot go on from row 3"):
+        runner.encode_rows(0, own, 3, 5)
+    runner.encode_rows(0, own, 0, 4)
+    for first in (3, 5):
+        with pytest.raises(RequestError, match=f"cannot go on from row {first}"):
+            runner.encode_rows(0, own, first, 9)
+    runner.drop_images(0, ["parts"])
+    assert not runner.rank.begun
+
+
 def test_sizes_beyond_the_model_are_refused(root):
     spec = read_spec(root)
     with pytest.raises(RequestError, match="the model's context"):

@@ -2,6 +2,7 @@
 
 from workbench.base.dtypes import DTYPE_BITS, num_bytes
 from workbench.base.errors import (
+    ChangeUnderWayError,
     CheckpointError,
     ConfigError,
     DeploymentError,
@@ -9,6 +10,7 @@ from workbench.base.errors import (
     LayoutError,
     LoadError,
     ModelRestartingError,
+    NoRoomError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
@@ -39,6 +41,7 @@ __all__ = [
     "DTYPE_BITS",
     "Basis",
     "Cell",
+    "ChangeUnderWayError",
     "CheckpointError",
     "ConfigError",
     "DeploymentError",
@@ -46,6 +49,7 @@ __all__ = [
     "LayoutError",
     "LoadError",
     "ModelRestartingError",
+    "NoRoomError",
     "PromptTooLongError",
     "Quantity",
     "QueueFullError",

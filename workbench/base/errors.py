@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ChangeUnderWayError",
     "CheckpointError",
     "ConfigError",
     "DeploymentError",
@@ -10,6 +11,7 @@ __all__ = [
     "LayoutError",
     "LoadError",
     "ModelRestartingError",
+    "NoRoomError",
     "PromptTooLongError",
     "QueueFullError",
     "RequestError",
@@ -111,12 +113,20 @@ class QueueFullError(RequestError):
     """The service already holds as many requests as it may; try again later."""
 
 
+class ChangeUnderWayError(RequestError):
+    """One change of the number of copies at a time; look again once it has ended."""
+
+
 class DeploymentError(WorkbenchError):
     """Worker processes could not be started, reached or kept in step."""
 
 
 class ModelRestartingError(DeploymentError):
     """The ranks are being replaced after one of them failed; try again in a moment."""
+
+
+class NoRoomError(DeploymentError):
+    """Memory for one more copy of the model is not free; nothing was started."""
 
 
 class WorkerDiedError(DeploymentError):

@@ -34,6 +34,7 @@ from workbench.cli import (
     train,
 )
 from workbench.cli.arguments import Parser, UsageError
+from workbench.cli.hosts import is_torchrun, run_on_hosts
 from workbench.cli.show import print_error, say
 
 __all__ = ["main"]
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = "--json" in arguments
     try:
         args = parser.parse_args(arguments)
-        return int(args.run(args))
+        return run_on_hosts(args) if is_torchrun() else int(args.run(args))
     except (UsageError, WorkbenchError, OSError) as error:
         print_error(error, as_json)
         return 2

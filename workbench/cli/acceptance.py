@@ -15,7 +15,7 @@ LOG_COLUMNS = 120  # width of the table where the output is no terminal
 
 def add(commands: Commands) -> None:
     day0 = command(commands, "day0", _day0, "the whole acceptance: audit, load, parity, answers, latencies, report")
-    deployment_arguments(day0)
+    deployment_arguments(day0, spans_hosts=True)
     day0.add_argument("--out", type=Path, default=Path("out/day0"), help="folder for report.html and report.json")
     day0.add_argument("--max-first-token-s", type=seconds, help="limit of gate latency.first_token (default 10)")
     day0.add_argument("--max-per-token-s", type=seconds, help="limit of gate latency.per_token (default 1)")

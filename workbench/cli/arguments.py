@@ -67,8 +67,14 @@ def command(commands: Commands, name: str, run: object, help_text: str) -> argpa
 
 
 def deployment_arguments(
-    parser: argparse.ArgumentParser, *, path_type: Callable[[str], object] = Path, path_help: str = "checkpoint folder"
+    parser: argparse.ArgumentParser,
+    *,
+    path_type: Callable[[str], object] = Path,
+    path_help: str = "checkpoint folder",
+    spans_hosts: bool = False,
 ) -> None:
+    """`spans_hosts`: whether torchrun may start the command on several hosts, whose ranks are then its ranks."""
+    parser.set_defaults(spans_hosts=spans_hosts)
     parser.add_argument("path", type=path_type, help=path_help)
     parser.add_argument("--ranks", type=count, help="number of processes; a layout is chosen (default 1)")
     parser.add_argument("--layout", help="layout such as tp2, pp2xtp4, dp2xep2:all_to_all (instead of --ranks)")
@@ -169,13 +175,29 @@ def chosen_layout(args: argparse.Namespace) -> Layout:
     from workbench.spec import read_spec
 
     spec = read_spec(args.path)
+    given = num_given_ranks()
+    if given is not None and args.ranks not in (None, given):
+        raise LayoutError(f"torchrun has started {given} ranks, --ranks says {args.ranks}", next_step="Leave it out")
     if args.layout is None:
-        return choose_layout(spec, args.ranks or 1)
+        return choose_layout(spec, args.ranks or given or 1)
     layout = Layout.parse(args.layout)
+    if given not in (None, layout.world_size):
+        raise LayoutError(
+            f"--layout {layout} needs {layout.world_size} ranks, torchrun has started {given}",
+            next_step="Change --nnodes or --nproc-per-node",
+        )
     if args.ranks not in (None, layout.world_size):
         raise LayoutError(f"--layout {layout} needs {layout.world_size} ranks, --ranks says {args.ranks}")
     check_layout(spec, layout)
     return layout
+
+
+def num_given_ranks() -> int | None:
+    """How many ranks torchrun has started for this command; None where it has not started it."""
+    from workbench.deployment.started import current_hosts
+
+    hosts = current_hosts()
+    return None if hosts is None else hosts.world_size
 
 
 def deployment_options(args: argparse.Namespace, *, num_slots: int) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from workbench.cli.terminal import say
 
 def add(commands: Commands) -> None:
     load = command(commands, "load", _load, "load the shards onto N ranks and print the ledger")
-    deployment_arguments(load)
+    deployment_arguments(load, spans_hosts=True)
 
     generate = command(commands, "generate", _generate, "one question, with images, answered by N ranks")
-    deployment_arguments(generate)
+    deployment_arguments(generate, spans_hosts=True)
     cache_arguments(generate)
     generate.add_argument("text", help="the question")
     generate.add_argument("--image", type=Path, action="append", default=[], help="picture to look at; may be repeated")

@@ -13,28 +13,25 @@ from workbench.cli.arguments import (
     Commands,
     UsageError,
     cache_arguments,
-    chosen_layout,
     command,
     count,
     deploy,
     deployment_arguments,
-    deployment_options,
     limit,
     seconds,
     temperature,
 )
+from workbench.cli.copies import CopyMaker, log_copies
 from workbench.cli.show import print_json, say
 from workbench.spec import read_spec
 
 if TYPE_CHECKING:
     from workbench.cli.terminal import ChatService
-    from workbench.deployment import LoadProgress, RestartingDeployment
-    from workbench.serving import Drafter, RunnerInfo
 
 
 def add(commands: Commands) -> None:
     serve = command(commands, "serve", _serve, "an OpenAI-compatible server over N ranks; Ctrl-C ends it in order")
-    deployment_arguments(serve)
+    deployment_arguments(serve, spans_hosts=True)
     cache_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
@@ -44,6 +41,18 @@ def add(commands: Commands) -> None:
         "--quota-file",
         type=Path,
         help="one `holder weight=2 requests_per_minute=60 at_once=4` a line, each optional, for holders of keys",
+    )
+    serve.add_argument(
+        "--copies",
+        type=count,
+        default=1,
+        help="copies of the model, each on ranks of its own; requests go to the least busy one (default 1)",
+    )
+    serve.add_argument(
+        "--admin-key-file",
+        type=Path,
+        help="one `holder:key` a line, for /admin/copies, which changes the number of copies while serving "
+        "(default: nobody may)",
     )
     serve.add_argument("--open", action="store_true", help="listen beyond this machine without keys")
     serve.add_argument("--slots", type=count, default=8, help="answers under way at once, per replica (default 8)")
@@ -118,7 +127,7 @@ def _serve(args: argparse.Namespace) -> int:
         raise UsageError(
             f"the server needs more packages ({error.name}): pip install 'day0-workbench[serve]'"
         ) from None
-    from workbench.serving import open_service
+    from workbench.serving import Copies, Fleet, open_service
 
     keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else {}
     if not keys and not args.open and not _is_loopback(args.host):
@@ -128,6 +137,7 @@ def _serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_keys=keys,
+        admin_keys=read_api_keys(args.admin_key_file) if args.admin_key_file is not None else {},
         max_waiting=args.max_waiting,
         requests_per_minute=args.requests_per_minute,
         quotas=read_quotas(args.quota_file) if args.quota_file is not None else {},
@@ -139,84 +149,30 @@ def _serve(args: argparse.Namespace) -> int:
         _check_draft_model(args)
     log_to_stderr()
     # The address is taken before the weights are loaded, which may take an hour.
-    with (
-        contextlib.closing(bind_address(settings)) as bound,
-        _restarting(args) as deployment,
-        _drafting(args, deployment.info) as drafter,
-        open_service(
-            deployment,
-            args.path,
-            prefix_pages=max(0, args.prefix_pages),
-            page_tokens=args.page_tokens,
-            drafter=drafter,
-        ) as service,
-    ):
-        server = HttpServer(service, settings, bound=bound)
-        if args.json:
-            print_json({"url": server.url, "model": settings.model})
-        else:
-            say(f"{settings.model} is served at {server.url} (Ctrl-C ends it after the answers under way)")
-        server.run()
+    with contextlib.closing(bind_address(settings)) as bound, CopyMaker(args) as maker:
+        first = maker.first()
+        if args.copies > 1:
+            maker.check_room(args.copies - 1)
+        fleet = Fleet([first], make=maker.engine)
+        copies = Copies(
+            fleet,
+            [first],
+            start=maker.another,
+            check=maker.check_room,
+            close_runner=maker.close,
+            on_event=log_copies,
+            drain_s=args.request_timeout,
+        )
+        with contextlib.closing(copies), open_service(fleet, args.path) as service:
+            server = HttpServer(service, settings, bound=bound, copies=copies)
+            if args.copies > 1:
+                copies.change(args.copies)
+            if args.json:
+                print_json({"url": server.url, "model": settings.model})
+            else:
+                say(f"{settings.model} is served at {server.url} (Ctrl-C ends it after the answers under way)")
+            server.run()
     return 0
-
-
-@contextlib.contextmanager
-def _restarting(args: argparse.Namespace) -> Iterator[RestartingDeployment]:
-    from workbench.deployment import RestartEvent, RestartingDeployment, RestartPolicy, Timeouts
-    from workbench.serving.http.watch import LOG
-    from workbench.view import terminal_progress
-
-    def tell(event: RestartEvent) -> None:
-        # The error names the rank, its process and its last command; it holds nothing of any request.
-        fields = {"attempt": event.attempt, "seconds": round(event.seconds, 3)}
-        told = {**fields, **({"error": str(event.error)} if event.error is not None else {})}
-        (LOG.info if event.kind == "restarted" else LOG.error)(f"ranks {event.kind}", extra={"fields": told})
-
-    layout = chosen_layout(args)
-    bar = terminal_progress(layout.world_size)
-    bars = [] if args.json else [bar]
-
-    def show_progress(progress: LoadProgress) -> None:
-        for each in bars:
-            each(progress)
-
-    with (
-        bar,
-        RestartingDeployment.start(
-            args.path,
-            layout,
-            policy=RestartPolicy(max_restarts=args.max_restarts),
-            has_spare=args.spare,
-            on_event=tell,
-            on_progress=show_progress,
-            timeouts=Timeouts(step_s=args.step_timeout),
-            **deployment_options(args, num_slots=args.slots),
-        ) as deployment,
-    ):
-        bars.clear()  # a restart is told in the log, not drawn into it
-        yield deployment
-
-
-@contextlib.contextmanager
-def _drafting(args: argparse.Namespace, target: RunnerInfo) -> Iterator[Drafter | None]:
-    from workbench.deployment import Deployment, Timeouts
-    from workbench.serving import ModelDrafter, PromptLookup
-
-    if args.speculate is None:
-        yield None
-        return
-    if args.speculate == "lookup":
-        yield PromptLookup(args.speculate_tokens)
-        return
-    options = deployment_options(args, num_slots=args.slots * target.dp)
-    options["cache_tokens"], options["num_snapshots"] = (
-        None,
-        0,
-    )  # it has a slot for each of the target's, and no prefixes
-    options["max_tokens"] = min(target.max_tokens, read_spec(args.speculate).max_context)
-    timeouts = Timeouts(step_s=args.step_timeout)
-    with Deployment.start(args.speculate, timeouts=timeouts, **options) as draft:
-        yield ModelDrafter(draft, target, args.speculate_tokens)
 
 
 def _check_draft_model(args: argparse.Namespace) -> None:

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,45 +39,12 @@ from workbench.cluster.rank_process import WORKER, LocalRank, Put, Rank
 from workbench.cluster.strict import Fields
 from workbench.cluster.topology import Topology, TopologyDevice
 from workbench.cluster.topology_json import device_from_json, device_to_json
+from workbench.cluster.torchrun import TorchrunPlace, free_port, is_torchrun, torchrun_store
 
 __all__ = ["is_torchrun", "measure_torchrun_topology"]
 
 MAX_MESSAGE = 1 << 20
 DOOR_KEY, DOOR_PORT = "workbench/links/key", "workbench/links/port"
-NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """Where torchrun has put this launcher."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
-    node: int
-    leader: str  # host of rank 0
-
-    @classmethod
-    def of_environment(cls) -> _Place:
-        missing = [name for name in NEEDED if not os.environ.get(name)]
-        if missing:
-            raise ConfigError("not started by torchrun", found=f"no {', '.join(missing)} in the environment")
-        numbers = [int(os.environ[name]) for name in NEEDED[:5]]
-        rank, world_size, local_rank, local_size, node = numbers
-        return cls(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_size=local_size,
-            node=node,
-            leader=os.environ["MASTER_ADDR"],
-        )
-
-
-def is_torchrun() -> bool:
-    """Whether this process is a rank that torchrun started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and all(os.environ.get(name) for name in NEEDED)
 
 
 def measure_torchrun_topology(
@@ -96,8 +62,8 @@ def measure_torchrun_topology(
 
     Arguments as for `measure_topology`. Raises ConfigError outside torchrun, DeploymentError if launchers stay away.
     """
-    place = _Place.of_environment()
-    store = _store()
+    place = TorchrunPlace.of_environment()
+    store = torchrun_store()
     say = on_step or (lambda what: None)
     used = used_devices(place.local_size, device)
     own: tuple[TopologyDevice, ...] = ()
@@ -123,7 +89,7 @@ def measure_torchrun_topology(
         names = [name, *(guest.name for guest in guests)]
 
         def new_pool() -> RankPool:
-            meeting = f"tcp://{place.leader}:{_free_port()}"
+            meeting = f"tcp://{place.leader}:{free_port()}"
             return RankPool(ranks, names, init_method=meeting, time_limit_s=time_limit_s)
 
         findings = survey_links(
@@ -279,17 +245,3 @@ def _all_devices(
     if sorted(found) != list(range(world_size)):
         raise DeploymentError("launchers told of other ranks than were started", found=sorted(found))
     return tuple(found[rank] for rank in range(world_size))
-
-
-def _store() -> Any:
-    """The store that torchrun offers its ranks."""
-    import torch.distributed as dist
-
-    store, _, _ = next(iter(dist.rendezvous("env://")))
-    return store
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -3,6 +3,7 @@
 from workbench.deployment.handle import Deployment
 from workbench.deployment.records import ForwardResult, LoadProgress, LoadReport, Phase, RankStats
 from workbench.deployment.restart import RestartEvent, RestartingDeployment, RestartPolicy
+from workbench.deployment.room import check_room
 from workbench.deployment.started import StartedRanks, Timeouts
 from workbench.deployment.summary import LoadSummary
 
@@ -19,4 +20,5 @@ __all__ = [
     "RestartingDeployment",
     "StartedRanks",
     "Timeouts",
+    "check_room",
 ]

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from workbench.base import DeploymentError, LoadError, WorkbenchError, peak_resident_bytes, resident_bytes
+from workbench.base import (
+    DeploymentError,
+    LoadError,
+    WorkbenchError,
+    peak_resident_bytes,
+    private_resident_bytes,
+    resident_bytes,
+)
 from workbench.deployment.capture import capturing, read_cache, to_numpy
 from workbench.deployment.records import LoadProgress, LoadReport, RankStats
 from workbench.loading import ExpertMemory, LoadedModel, load_sharded_weights
@@ -39,6 +46,7 @@ class RankCommands:
         self._worker = worker
         self._loaded: LoadedModel | None = None
         self._runner: RankRunner | None = None
+        self.private_bytes = 0  # of this process right after loading, caches not yet touched
         self.extensions: dict[str, object] = {}  # what called functions leave here for the next one
 
     def carry_out(self, name: str, args: Mapping[str, object]) -> object:
@@ -120,7 +128,7 @@ class RankCommands:
             num_snapshots=num_snapshots,
         )
         worker.phases.end("cache")
-        self._loaded = loaded
+        self._loaded, self.private_bytes = loaded, private_resident_bytes()[0]
         print(f"{loaded.ctx}: {loaded.stats.resident_bytes:,} bytes of weights in {loaded.stats.seconds:.1f} s")
         return LoadReport(
             rank=worker.rank,
@@ -137,8 +145,12 @@ class RankCommands:
         result: dict[str, object] = json.loads(self._model.ledger.to_json())
         return result
 
-    def _encode(self, *, images: Sequence[EncodeImage]) -> None:
-        self.runner.encode_images(images)
+    def _encode(self, *, images: Sequence[EncodeImage], rows: tuple[int, int] | None = None) -> None:
+        """Whole images, or some rows of one."""
+        if rows is None:
+            self.runner.encode_images(images)
+        else:
+            self.runner.encode_images(images, rows)
 
     def _drop(self, *, keys: Collection[str]) -> None:
         self.runner.drop_images(keys)
@@ -190,7 +202,7 @@ class RankCommands:
             peak_resident_bytes=peak_resident_bytes(),
             device_bytes=None if device.type == "cpu" else torch.accelerator.memory_allocated(device),
             cache_bytes=runner.cache.num_bytes,
-            num_images=len(runner.features),
+            num_images=len(runner.features) + len(runner.begun),
             num_pages=len(runner.pages),
             collectives={key: (total.count, total.num_bytes) for key, total in log.totals.items()},
             last_collective=log.describe_last(),
@@ -205,6 +217,10 @@ class RankCommands:
         if not colon or module.partition(".")[0] != PACKAGE:
             raise DeploymentError("not a function of this package", found=function, expected=f"{PACKAGE}.ROOM:NAME")
         return getattr(importlib.import_module(module), name)(self, **args)
+
+    @property
+    def rank(self) -> int:
+        return self._worker.rank
 
     @property
     def loaded(self) -> LoadedModel:

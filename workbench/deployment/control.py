@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 
 from workbench.base import DeploymentError, WorkbenchError, WorkerDiedError
 from workbench.deployment.protocol import Command, Done, Failed, Hello, Message, Progress, Status
-from workbench.deployment.supervise import RankProcess, kill_ranks
+from workbench.deployment.supervise import WatchedRank, kill_ranks
 
 __all__ = ["Control", "Member"]
 
@@ -32,11 +32,11 @@ STOPPED_S = 3.0  # how long a signal may hold a rank before it counts as hung
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One rank as the handle knows it. `process` is None where somebody else started it, as torchrun does."""
+    """One rank as the handle knows it. `process` is None where somebody else started it, and nobody watches it."""
 
     hello: Hello
     connection: Connection
-    process: RankProcess | None
+    process: WatchedRank | None
 
     @property
     def rank(self) -> int:

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from workbench.base import DeploymentError, WorkerDiedError
 from workbench.deployment.control import Member
 from workbench.deployment.protocol import PROTOCOL, Hello
-from workbench.deployment.supervise import RankProcess
+from workbench.deployment.supervise import WatchedRank
 
 __all__ = ["gather_ranks"]
 
@@ -18,7 +18,7 @@ HELLO_WAIT_S = 10.0
 
 
 def gather_ranks(
-    entries: SimpleQueue[Connection], world_size: int, timeout_s: float, ranks: Sequence[RankProcess]
+    entries: SimpleQueue[Connection], world_size: int, timeout_s: float, ranks: Sequence[WatchedRank]
 ) -> list[Member]:
     """The ranks as they report. Raises WorkerDiedError for one that ends first, DeploymentError after `timeout_s`."""
     members: dict[int, Member] = {}

@@ -116,6 +116,7 @@ class Deployment:
         )
         if started is None:
             started = StartedRanks.start(layout, timeouts=timeouts, threads=threads, env=env, module=module)
+        init_method = started.init_method
         control, folder = started.hand_over()
         return cls._load(
             control,
@@ -133,7 +134,7 @@ class Deployment:
             num_snapshots=num_snapshots,
             expert_memory=expert_memory,
             window_bytes=window_bytes,
-            init_method=f"file://{folder / 'rendezvous'}",
+            init_method=init_method,
             on_progress=on_progress,
         )
 
@@ -279,6 +280,11 @@ class Deployment:
             "encode", [{"images": list(images) if (at.dp, at.pp) == (replica, 0) else []} for at in self._coords]
         )
 
+    def encode_rows(self, replica: int, image: EncodeImage, first: int, stop: int) -> None:
+        nothing: dict[str, object] = {"images": []}
+        own: dict[str, object] = {"images": [image], "rows": (first, stop)}
+        self._request("encode", [own if (at.dp, at.pp) == (replica, 0) else nothing for at in self._coords])
+
     def drop_images(self, replica: int, keys: Collection[str]) -> None:
         self._request("drop", [{"keys": list(keys) if at.dp == replica else []} for at in self._coords])
 
@@ -397,7 +403,7 @@ class Deployment:
         process = self._control.members[rank].process
         if process is None:
             raise DeploymentError(f"the log of rank {rank} is where torchrun was started")
-        return process.log_path.read_text(errors="replace")
+        return process.log_text()
 
     def close(self) -> None:
         """End all ranks. Safe to call more than once."""

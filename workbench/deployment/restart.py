@@ -247,6 +247,9 @@ class RestartingDeployment:
     def encode_images(self, replica: int, images: Sequence[EncodeImage]) -> None:
         self.current.encode_images(replica, images)
 
+    def encode_rows(self, replica: int, image: EncodeImage, first: int, stop: int) -> None:
+        self.current.encode_rows(replica, image, first, stop)
+
     def drop_images(self, replica: int, keys: Collection[str]) -> None:
         self.current.drop_images(replica, keys)
 

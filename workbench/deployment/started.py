@@ -7,11 +7,13 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol
 
 from workbench.deployment.control import Control
 from workbench.deployment.gather import gather_ranks
@@ -19,7 +21,7 @@ from workbench.deployment.protocol import Door
 from workbench.deployment.supervise import WORKER, RankProcess, kill_ranks, start_ranks
 from workbench.placement import Layout
 
-__all__ = ["StartedRanks", "Timeouts", "end_ranks"]
+__all__ = ["Elsewhere", "StartedRanks", "Timeouts", "current_hosts", "end_ranks", "starting_on"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +40,43 @@ class Timeouts:
     collective_s: float = 900.0
 
 
+class Elsewhere(Protocol):
+    """Hosts that ranks can be started on, this one among them."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def start(
+        self, *, timeouts: Timeouts, threads: int | None, env: Mapping[str, str] | None, module: str
+    ) -> StartedRanks: ...
+
+
+_current: Elsewhere | None = None
+
+
+def current_hosts() -> Elsewhere | None:
+    """Where deployments that need all of their ranks are started now; None: on this machine."""
+    return _current
+
+
+@contextmanager
+def starting_on(hosts: Elsewhere) -> Iterator[None]:
+    """Inside the block, deployments of `hosts.world_size` ranks are started there, whoever starts them."""
+    global _current
+    before, _current = _current, hosts
+    try:
+        yield
+    finally:
+        _current = before
+
+
 class StartedRanks:
     """Processes that wait for a model. They end with this object, unless a deployment has taken them over."""
 
-    def __init__(self, control: Control, folder: Path) -> None:
+    def __init__(self, control: Control, folder: Path, *, init_method: str = "") -> None:
+        """`init_method`: where the ranks meet each other; by default in a file of their folder."""
         self._control, self._folder = control, folder
+        self.init_method = init_method or f"file://{folder / 'rendezvous'}"
         self._finalizer = weakref.finalize(self, end_ranks, control, folder)
 
     @classmethod
@@ -55,8 +89,14 @@ class StartedRanks:
         env: Mapping[str, str] | None = None,
         module: str = WORKER,
     ) -> StartedRanks:
-        """One worker per rank of `layout`; options and errors as of `Deployment.start`."""
+        """One worker per rank of `layout`; options and errors as of `Deployment.start`.
+
+        On this machine, or where `starting_on` says.
+        """
         timeouts = timeouts or Timeouts()
+        hosts = current_hosts()
+        if hosts is not None and layout.world_size == hosts.world_size > 1:
+            return hosts.start(timeouts=timeouts, threads=threads, env=env, module=module)
         folder = Path(tempfile.mkdtemp(prefix="workbench-"))  # only its owner may enter
         address, authkey = str(folder / "control.sock"), secrets.token_bytes(32)
         ranks: list[RankProcess] = []

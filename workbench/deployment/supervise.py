@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import workbench
 from workbench.base import DeploymentError
 from workbench.deployment.slate import read_slate
 
-__all__ = ["RankProcess", "exit_text", "kill_ranks", "start_ranks"]
+__all__ = ["RankProcess", "WatchedRank", "exit_text", "kill_ranks", "start_rank", "start_ranks"]
 
 WORKER = "workbench.deployment.worker"
 TAIL_LINES = 15
@@ -25,6 +26,22 @@ HINTS: dict[int, str] = {
     signal.SIGKILL: "if nobody sent it, the kernel was out of memory",
     signal.SIGBUS: "a mapped file or shared memory segment was cut or could not be read",
 }
+
+
+class WatchedRank(Protocol):
+    """A rank whose process can be looked at and ended, here or by a launcher on its host."""
+
+    rank: int
+
+    def exit_text(self, wait_s: float = 0.0) -> str | None: ...
+    def hint(self) -> str: ...
+    @property
+    def is_stopped(self) -> bool: ...
+    def state(self) -> str: ...
+    def describe(self) -> str: ...
+    def log_text(self) -> str: ...
+    def kill(self) -> None: ...
+    def reap(self, wait_s: float) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +102,23 @@ class RankProcess:
         lines.append(f"last lines of its log:\n{tail}" if tail else "its log is empty")
         return "\n".join(lines)
 
+    def log_text(self) -> str:
+        """Everything it has printed."""
+        return self.log_path.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """End it with everything it started; stopped processes included."""
+        if self.process.poll() is not None:
+            return  # reaped: its number may belong to somebody else by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self, wait_s: float) -> None:
+        """Wait until it is gone. One that is still there sits in an uninterruptible wait for a device; the kernel ends
+        it when that returns."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(wait_s)
+
 
 def start_ranks(
     world_size: int,
@@ -112,6 +146,40 @@ def start_ranks(
             expected=f"at most {most}",
             next_step="Choose a smaller layout, or start the ranks on several hosts with torchrun",
         )
+    ranks: list[RankProcess] = []
+    # All ranks are on this host, so what they say need not leave it.
+    local = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    try:
+        for rank in range(world_size):
+            ranks.append(
+                start_rank(
+                    rank,
+                    address,
+                    authkey,
+                    folder,
+                    env={**local, "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), **(env or {})},
+                    threads=threads,
+                    module=module,
+                )
+            )
+    except BaseException:
+        kill_ranks(ranks)
+        raise
+    return ranks
+
+
+def start_rank(
+    rank: int,
+    address: str,
+    authkey: bytes,
+    folder: Path,
+    *,
+    threads: int,
+    env: Mapping[str, str],
+    module: str = WORKER,
+    options: Sequence[str] = (),
+) -> RankProcess:
+    """One worker of `start_ranks`. `env` has WORLD_SIZE and LOCAL_RANK; `options` are further ones of the worker."""
     root = str(Path(workbench.__file__).parents[1])
     common = {
         # The workers find this very package, and nothing a notebook has set for itself.
@@ -119,44 +187,37 @@ def start_ranks(
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        "WORLD_SIZE": str(world_size),
-        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
-    worker = [sys.executable, "-m", module]
-    ranks: list[RankProcess] = []
+    # torchrun's own variables would send the ranks to its store instead of theirs.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    log_path, slate_path = folder / f"rank{rank}.log", folder / f"rank{rank}.slate"
+    worker = [sys.executable, "-m", module, "--controller", address, "--folder", str(folder)]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [*worker, "--parent", str(os.getpid()), *options],
+            env={**inherited, **common, "RANK": str(rank), **env},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    started = RankProcess(rank, process, log_path, slate_path)
     try:
-        for rank in range(world_size):
-            log_path, slate_path = folder / f"rank{rank}.log", folder / f"rank{rank}.slate"
-            with log_path.open("wb") as log:
-                process = subprocess.Popen(
-                    [*worker, "--controller", address, "--folder", str(folder), "--parent", str(os.getpid())],
-                    env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            ranks.append(RankProcess(rank, process, log_path, slate_path))
-            assert process.stdin is not None
-            process.stdin.write(authkey.hex().encode() + b"\n")
-            process.stdin.close()
+        assert process.stdin is not None
+        process.stdin.write(authkey.hex().encode() + b"\n")
+        process.stdin.close()
     except BaseException:
-        kill_ranks(ranks)
+        kill_ranks([started])
         raise
-    return ranks
+    return started
 
 
-def kill_ranks(ranks: list[RankProcess], *, wait_s: float = 5.0) -> None:
+def kill_ranks(ranks: Sequence[WatchedRank], *, wait_s: float = 5.0) -> None:
     """End whatever still runs, with everything it started; stopped processes included."""
     for rank in ranks:
-        if rank.process.poll() is not None:
-            continue  # reaped: its number may belong to somebody else by now
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(rank.pid, signal.SIGKILL)
+        rank.kill()
     for rank in ranks:
-        # One that is still there sits in an uninterruptible wait for a device; the kernel ends it when that returns.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.process.wait(wait_s)
+        rank.reap(wait_s)
 
 
 def exit_text(returncode: int | None) -> str | None:

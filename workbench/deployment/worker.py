@@ -82,10 +82,19 @@ class Worker:
     """Reads commands in one thread and carries them out in another, the main one."""
 
     def __init__(
-        self, connection: Connection, *, rank: int, world_size: int, local_rank: int, folder: Path | None
+        self,
+        connection: Connection,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        folder: Path | None,
+        owns_folder: bool = False,
     ) -> None:
+        """`owns_folder`: no other rank's words go to `folder`."""
         self.rank, self.world_size, self.local_rank, self.folder = rank, world_size, local_rank, folder
         self.slate = Slate(folder / f"rank{rank}.slate" if folder is not None else None)
+        self._owns_folder = owns_folder or rank == 0
         self._connection = connection
         self._sending = threading.Lock()
         self._commands: SimpleQueue[Command] = SimpleQueue()
@@ -168,7 +177,7 @@ class Worker:
         except BaseException:
             traceback.print_exc()
         print(f"rank {self.rank}: the handle is gone, leaving", file=sys.stderr, flush=True)
-        if self.folder is not None and self.rank == 0:
+        if self.folder is not None and self._owns_folder:
             shutil.rmtree(self.folder, ignore_errors=True)  # nobody is left to read it
         self._leave(1)
 
@@ -198,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--controller", required=True, help="HOST:PORT of the handle, or the path of its socket")
     parser.add_argument("--authkey-file", type=Path, help="file with the key in hexadecimal; default: a line on stdin")
     parser.add_argument("--folder", type=Path, help="where logs and last words go; set by Deployment.start")
+    parser.add_argument("--owns-folder", action="store_true", help="no other rank uses that folder; set by launchers")
     parser.add_argument("--parent", type=int, help="process that started this one; set by Deployment.start")
     parser.add_argument("--connect-timeout", type=float, default=120.0, metavar="S", help="wait so long for the handle")
     options = parser.parse_args(argv)
@@ -220,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_rank=int(os.environ.get("LOCAL_RANK", str(rank))),
         folder=options.folder,
+        owns_folder=options.owns_folder,
     ).run()
 
 

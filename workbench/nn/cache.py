@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workbench.base import RequestError
 from workbench.nn.batch import Segments, TokenBatch
-from workbench.nn.pages import SlotPages
+from workbench.nn.pages import PageTables, SlotPages
 from workbench.nn.rewind import HeldChunks, HeldRows, settle
 from workbench.nn.rows import RowTable, row_format
 from workbench.nn.snapshots import Snapshot, SnapshotPool
@@ -57,6 +57,11 @@ class Cache(Protocol):
         """The first rows of one slot (num_tokens, latent | shared key)."""
         ...
 
+    def latents_in_place(self, layer_idx: int) -> tuple[Tensor, PageTables] | None:
+        """All rows as they lie (rows, latent | shared key), and where each slot has its own; None where they have to
+        be decoded first."""
+        ...
+
     def append_index(self, layer_idx: int, slots: Tensor, positions: Tensor, keys: Tensor) -> None:
         """Store index keys (T, W) at (slot, position), both (T,)."""
         ...
@@ -75,6 +80,11 @@ class Cache(Protocol):
 
     def kv_view(self, layer_idx: int, slot: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The first keys and values of one slot, (num_tokens, G, W) and (num_tokens, G, V)."""
+        ...
+
+    def kv_in_place(self, layer_idx: int) -> tuple[Tensor, Tensor, PageTables] | None:
+        """All keys (rows, G, W) and values (rows, G, V) as they lie, and where each slot has its own; None where they
+        have to be decoded first."""
         ...
 
 
@@ -245,6 +255,10 @@ class StateCache:
     def latent_view(self, layer_idx: int, slot: int, num_tokens: int) -> Tensor:
         return self.latent[layer_idx].of_slot(slot, num_tokens)
 
+    def latents_in_place(self, layer_idx: int) -> tuple[Tensor, PageTables] | None:
+        rows = self.latent[layer_idx].in_place
+        return None if rows is None else (rows, self.pages.tables)
+
     def append_index(self, layer_idx: int, slots: Tensor, positions: Tensor, keys: Tensor) -> None:
         self.index[layer_idx].write(slots, positions, keys)
 
@@ -260,6 +274,10 @@ class StateCache:
 
     def kv_view(self, layer_idx: int, slot: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer_idx].of_slot(slot, num_tokens), self.values[layer_idx].of_slot(slot, num_tokens)
+
+    def kv_in_place(self, layer_idx: int) -> tuple[Tensor, Tensor, PageTables] | None:
+        keys, values = self.keys[layer_idx].in_place, self.values[layer_idx].in_place
+        return None if keys is None or values is None else (keys, values, self.pages.tables)
 
 
 def _state_shape(mixer: KDASpec | GatedDeltaSpec, tp_size: int) -> tuple[int, int, int, int, int]:

@@ -218,7 +218,9 @@ class PagedExperts(Experts):
     def num_local(self) -> int:
         return self._num_local
 
-    def at_once(self, x: Tensor, slots: Tensor) -> Tensor | None:
+    def at_once(
+        self, x: Tensor, slots: Tensor, weights: Tensor | None = None, *, is_summed: bool = False
+    ) -> Tensor | None:
         """Never: experts come one by one."""
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from workbench.nn.activation import gated_activation
-from workbench.nn.linear import Linear
+from workbench.nn.linear import Linear, products
 from workbench.nn.precision import Precision
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.spec import Activation
@@ -31,5 +31,5 @@ class GatedFFN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.tp.enter(x)
-        y = self.down_proj(gated_activation(self.activation, self.gate_proj(x), self.up_proj(x)))
+        y = self.down_proj(gated_activation(self.activation, *products(x, (self.gate_proj, self.up_proj))))
         return y if self.is_partial else self.tp.reduce(y)

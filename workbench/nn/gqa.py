@@ -21,22 +21,25 @@ heads, neighbours hold the same one. Source: arXiv 2305.13245; sinks, arXiv 2309
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workbench.nn import native
+from workbench.nn import native, workspace
 from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
-from workbench.nn.linear import Linear
+from workbench.nn.linear import Linear, is_watched, products
 from workbench.nn.norm import AcrossHeadsRMSNorm, HeadRMSNorm, normalise
 from workbench.nn.precision import Precision, as_float
 from workbench.nn.rotary import rotary_table, rotate
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.spec import GQASpec
 
-__all__ = ["GQA", "attend", "attend_all", "attention_reference"]
+__all__ = ["GQA", "attend", "attend_all", "attend_chunk", "attention_reference"]
+
+SCORE_BYTES = 16  # of a query and a key where there is a sink: fp32 scores, beside the sink, their softmax; the mask
 
 
 class GQA(nn.Module):
@@ -67,17 +70,13 @@ class GQA(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
         x = self.tp.enter(x)
-        queries, gate = self.q_proj(x), None
+        (queries, keys, values), gate = products(x, (self.q_proj, self.k_proj, self.v_proj)), None
         if self.spec.has_output_gate:
             both = queries.unflatten(-1, (-1, 2, self.spec.head_dim))  # (T, H, query | gate, W)
             queries, gate = (y.flatten(-2) for y in both.unbind(-2))
-        q, k = self._normed(queries, self.k_proj(x))
-        v = self.v_proj(x).unflatten(-1, (-1, self.spec.v_dim))
-        if (limit := self.spec.qkv_limit) is not None:
-            q, k, v = (y.clamp(-limit, limit) for y in (q, k, v))
-        if (rope := self.spec.rope) is not None:
-            table = rotary_table(rope, segments)
-            q, k = (rotate(y, table, is_interleaved=rope.is_interleaved) for y in (q, k))
+        q, k = (y.unflatten(-1, (-1, self.spec.head_dim)) for y in (queries, keys))
+        v = values.unflatten(-1, (-1, self.spec.v_dim))
+        q, k, v = self._placed(q, k, v, segments)
         if self.spec.qk_norm == "l2":
             q, k = (normalise(y, self.spec.qk_norm_eps).to(y.dtype) for y in (q, k))
         if (temperature := self.spec.temperature) is not None:
@@ -88,12 +87,31 @@ class GQA(nn.Module):
         y = self.tp.reduce(self.o_proj.product(attended if gate is None else attended * torch.sigmoid(gate)))
         return y if self.o_proj.bias is None else y + self.o_proj.bias.to(y.dtype)
 
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, H * W), (T, G * W) -> (T, H, W), (T, G, W)."""
-        q, k = (y.unflatten(-1, (-1, self.spec.head_dim)) for y in (q, k))
-        if self.q_norm is None or self.k_norm is None:
-            return q, k
-        return self.q_norm(q), self.k_norm(k)
+    def _placed(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+        """(T, H, W), (T, G, W), (T, G, V): q and k normed and turned, all three clipped where the family does so."""
+        rope, limit = self.spec.rope, self.spec.qkv_limit
+        table = None if rope is None else rotary_table(rope, segments)
+        if rope is not None and table is not None and limit is None and (norms := self._head_norms) is not None:
+            turned = native.turn_heads((q, k), norms, table, is_interleaved=rope.is_interleaved)
+            if turned is not None:
+                return turned[0], turned[1], v
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if limit is not None:
+            q, k, v = (y.clamp(-limit, limit) for y in (q, k, v))
+        if rope is not None and table is not None:
+            q, k = (rotate(y, table, is_interleaved=rope.is_interleaved) for y in (q, k))
+        return q, k, v
+
+    @property
+    def _head_norms(self) -> list[native.HeadNorm | None] | None:
+        """The norms of q and k as a kernel takes them; None where they are of another kind or somebody watches."""
+        norms: list[native.HeadNorm | None] = []
+        for norm in (self.q_norm, self.k_norm):
+            if isinstance(norm, AcrossHeadsRMSNorm) or (norm is not None and is_watched(norm)):
+                return None
+            norms.append(None if norm is None else (norm.weight, norm.eps, norm.offset))
+        return norms
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, cache: Cache | None) -> Tensor:
         """(T, H, W), (T, G, W), (T, G, V) -> (T, H, V), each sequence for itself."""
@@ -114,21 +132,17 @@ class GQA(nn.Module):
                 pieces.append(next(singles))
                 continue
             keys, values = cache.kv_view(self.layer_idx, segments.slots[s], length)
-            starts = segments.table([segments.starts[s]])
-            new = q[segments.rows_of(s)][None]
-            pieces.append(attend_own(new, keys[None], values[None], starts=starts)[0])
+            starts, new, spec = segments.table([segments.starts[s]]), q[segments.rows_of(s)], self.spec
+            more = {"window": spec.window, "chunk": spec.chunk}
+            pieces.append(attend_chunk(new, keys, values, starts=starts, sinks=self.sinks, **more))
         return torch.cat(pieces)
 
     def _decode(self, q: Tensor, segments: Segments, cache: Cache, lengths: list[int]) -> Tensor:
         """All sequences of one new token at once: -> (their number, H, V)."""
         sequences = [s for s, length in enumerate(segments.lengths) if length == 1]
         if sequences and native.serves(q):
-            own_keys, own_values = zip(
-                *(self._seen(cache, segments.slots[s], lengths[s]) for s in sequences), strict=True
-            )
             new = q if len(sequences) == len(q) else q[segments.single_rows]
-            y = native.attend(new, own_keys, own_values, scale=q.shape[-1] ** -0.5, sinks=self.sinks)
-            if y is not None:
+            if (y := self._decode_natively(new, sequences, segments, cache, lengths)) is not None:
                 return y
         if len(sequences) == 1:  # its own rows and no others: nothing is copied and nothing masked
             (s,) = sequences
@@ -144,13 +158,29 @@ class GQA(nn.Module):
         attended = attend(new, keys, values, starts=starts, window=spec.window, chunk=spec.chunk, sinks=self.sinks)
         return attended[:, 0]
 
+    def _decode_natively(
+        self, q: Tensor, sequences: list[int], segments: Segments, cache: Cache, lengths: list[int]
+    ) -> Tensor | None:
+        """The same by a kernel, reading rows where they lie unless they are codes: (S, H, W) -> (S, H, V)."""
+        scale = q.shape[-1] ** -0.5
+        if (place := cache.kv_in_place(self.layer_idx)) is not None:
+            spans = [(segments.slots[s], self._first_seen(lengths[s]), lengths[s]) for s in sequences]
+            seen = segments.once(("seen", self.spec.window, self.spec.chunk), lambda: segments.table(spans))
+            return native.attend_in_pages(q, *place, seen, scale=scale, sinks=self.sinks)
+        keys, values = zip(*(self._seen(cache, segments.slots[s], lengths[s]) for s in sequences), strict=True)
+        return native.attend(q, keys, values, scale=scale, sinks=self.sinks)
+
     def _seen(self, cache: Cache, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values that the last of `length` tokens sees: (L, G, W), (L, G, V)."""
         keys, values = cache.kv_view(self.layer_idx, slot, length)
-        first = 0 if self.spec.window is None else max(0, length - self.spec.window)
-        if (chunk := self.spec.chunk) is not None:
-            first = max(first, (length - 1) // chunk * chunk)
+        first = self._first_seen(length)
         return keys[first:], values[first:]
+
+    def _first_seen(self, length: int) -> int:
+        """The first token that the last of `length` tokens sees."""
+        first = 0 if self.spec.window is None else max(0, length - self.spec.window)
+        chunk = self.spec.chunk
+        return first if chunk is None else max(first, (length - 1) // chunk * chunk)
 
 
 def _sharpness(positions: Tensor, floor: float, scale: float) -> Tensor:
@@ -183,6 +213,73 @@ def attend(
     if share > 1:
         k, v = (y.repeat_interleave(share, 1) for y in (k, v))
     return _weigh(q, k, v, mask, is_causal=mask is None, sinks=_fold_sinks(sinks, 1)).transpose(1, 2)
+
+
+def attend_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    starts: Tensor,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend` of one sequence whose last n of L tokens are new: (n, H, W), (L, G, W), (L, G, V) -> (n, H, V).
+
+    Beyond `nn.workspace`'s limit one key-value head is taken at a time, as it lies in the cache; queries in blocks, and
+    no keys from before a window or chunk.
+    """
+    (num_new, num_heads, _), num_all = q.shape, k.shape[0]
+    share, itemsize = num_heads // k.shape[1], q.element_size()
+    needed = workspace.mask_bytes(num_new, num_all, itemsize)
+    if share > 1:
+        needed += num_all * num_heads * (k.shape[-1] + v.shape[-1]) * itemsize
+    if sinks is not None:
+        needed += num_heads * num_new * num_all * SCORE_BYTES
+    if workspace.is_within(needed):
+        return attend(q[None], k[None], v[None], starts=starts, window=window, chunk=chunk, sinks=sinks)[0]
+    begin, pieces = num_all - num_new, []
+    edges = [num_all] if chunk is None else [*range(begin // chunk * chunk + chunk, num_all, chunk), num_all]
+    for first, end in pairwise([begin, *edges]):  # places of new tokens, all in one chunk
+        seen = 0 if window is None else max(0, first - window + 1)
+        seen = seen if chunk is None else max(seen, first // chunk * chunk)
+        own, new = slice(first - begin, end - begin), end - first
+        masks = workspace.BlockMasks(new, end - seen, window=window, like=q) if sinks is None else None
+        by_head = []
+        for head, heads in enumerate(slice(i, i + share) for i in range(0, num_heads, share)):
+            own_q, own_k, own_v = q[own, heads], k[seen:end, head], v[seen:end, head]
+            if masks is not None:
+                by_head.append(_attend_head(own_q, own_k, own_v, masks))
+            elif sinks is not None:
+                by_head.append(_attend_head_with_sinks(own_q, own_k, own_v, window, sinks[heads]))
+        pieces.append(torch.cat(by_head, 1))
+    return torch.cat(pieces)
+
+
+def _attend_head(q: Tensor, k: Tensor, v: Tensor, masks: workspace.BlockMasks) -> Tensor:
+    """The R query heads of one key-value head: (n, R, W), (L, W), (L, V) -> (n, R, V)."""
+    width = q.shape[-1]
+    wide = F.pad(v, (0, width - v.shape[-1])) if width > v.shape[-1] else v  # as in `_weigh`
+    keys, values = (x[:, None].expand(-1, q.shape[1], -1) for x in (k, wide))
+    return workspace.attend_in_blocks(q, keys, values, masks, scale=width**-0.5)[..., : v.shape[-1]]
+
+
+def _attend_head_with_sinks(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor) -> Tensor:
+    """`_attend_head` with sinks (R,): the scores of a block of queries at a time."""
+    (num_new, share, _), num_all = q.shape, k.shape[0]
+    pieces = []
+    for rows in workspace.spans(num_new, share * num_all * SCORE_BYTES):
+        num, first = rows.stop - rows.start, num_all - num_new + rows.start
+        is_seen = torch.ones(num, num_all, dtype=torch.bool, device=q.device).tril_(first)
+        if window is not None:
+            is_seen.triu_(first - window + 1)
+        folded = q[rows].transpose(0, 1).flatten(0, 1)  # heads are rows of one product, and no key is copied
+        own_sinks = sinks.repeat_interleave(num)[None]
+        mask = is_seen.repeat(share, 1)[None, None]
+        y = _weigh(folded[None, None], k[None, None], v[None, None], mask, sinks=own_sinks)
+        pieces.append(y[0, 0].unflatten(0, (share, num)).transpose(0, 1))
+    return torch.cat(pieces)
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:

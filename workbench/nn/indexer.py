@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from workbench.nn.linear import Linear
 from workbench.nn.precision import as_float
 from workbench.nn.rotary import RotaryTable, rotate
+from workbench.nn.workspace import spans
 from workbench.spec import IndexerSpec
 
 __all__ = ["Indexer", "choose_tokens"]
@@ -58,10 +59,25 @@ def choose_tokens(q: Tensor, weights: Tensor, keys: Tensor, top_k: int) -> Tenso
     """The last n of L tokens of one sequence: (n, H, W), (n, H), (L, W) -> (n, L) bool, at most `top_k` in a row.
 
     Equal scores, of which a rectifier makes many, go to the earlier token, so that a choice does not depend on how many
-    tokens are asked about at once.
+    tokens are asked about at once. Beyond `nn.workspace`'s limit they are asked about in blocks.
     """
+    (num_new, num_heads, _), num_all = q.shape, keys.shape[0]
+    before = num_all - num_new
+    # Scores of all heads before and after the rectifier; their sum twice, sorted, and where it stood; what is seen.
+    blocks = spans(num_new, num_all * ((2 * num_heads + 3) * 4 + 8 + 3))
+    if top_k >= num_all or len(blocks) == 1:
+        return _choose(q, weights, keys, top_k, before)
+    keys = as_float(keys)
+    chosen = torch.empty(num_new, num_all, dtype=torch.bool, device=q.device)
+    for rows in blocks:
+        chosen[rows] = _choose(q[rows], weights[rows], keys, top_k, before + rows.start)
+    return chosen
+
+
+def _choose(q: Tensor, weights: Tensor, keys: Tensor, top_k: int, first: int) -> Tensor:
+    """`choose_tokens` of the tokens from place `first` on."""
     num_new, num_all = q.shape[0], keys.shape[0]
-    is_seen = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device).tril(num_all - num_new)
+    is_seen = torch.ones(num_new, num_all, dtype=torch.bool, device=q.device).tril(first)
     if top_k >= num_all:
         return is_seen
     scores = torch.relu(torch.einsum("nhw,lw->nhl", as_float(q), as_float(keys)))

@@ -19,14 +19,12 @@ to the cached rows themselves (decode). Source: DeepSeek-V2, arXiv 2405.04434, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.base import UnsupportedModelError
-from workbench.nn import native
+from workbench.nn import native, workspace
 from workbench.nn.batch import Segments
 from workbench.nn.cache import Cache
 from workbench.nn.indexer import Indexer, choose_tokens
@@ -144,9 +142,8 @@ class MLA(nn.Module):
         """All sequences of one new token at once: -> (their number, H, V)."""
         sequences = [s for s, length in enumerate(segments.lengths) if length == 1]
         if sequences and native.serves(q, kv_b):
-            contexts = [cache.latent_view(self.layer_idx, segments.slots[s], lengths[s]) for s in sequences]
             new = q if len(sequences) == len(q) else q[segments.single_rows]
-            if (y := _absorbed_natively(new, contexts, kv_b, self.spec)) is not None:
+            if (y := self._decode_natively(new, kv_b, sequences, segments, cache, lengths)) is not None:
                 return y
         if len(sequences) == 1:  # its own rows and no others: nothing is copied and nothing masked
             (s,) = sequences
@@ -156,13 +153,39 @@ class MLA(nn.Module):
         context = cache.latents(self.layer_idx, segments.slot_index[segments.singles], max(visible, default=0))
         return absorbed_attention(q[segments.single_rows], context, segments.table(visible), kv_b, self.spec)
 
+    def _decode_natively(
+        self, q: Tensor, kv_b: Tensor, sequences: list[int], segments: Segments, cache: Cache, lengths: list[int]
+    ) -> Tensor | None:
+        """The same by a kernel, reading rows where they lie unless they are codes: (S, H, N + P) -> (S, H, V)."""
+        q_latent, w_value = _absorb(q, kv_b, self.spec)
+        rank, scale = self.spec.kv_rank, self.spec.softmax_scale
+        # All heads read one key-value head, whose values are the first columns of its keys.
+        if (place := cache.latents_in_place(self.layer_idx)) is not None:
+            rows, tables = place[0][:, None], place[1]
+            seen = segments.once(
+                ("seen", None, None),
+                lambda: segments.table((segments.slots[s], 0, lengths[s]) for s in sequences),
+            )
+            mixed = native.attend_in_pages(q_latent, rows, rows[..., :rank], tables, seen, scale=scale)
+        else:
+            views = [cache.latent_view(self.layer_idx, segments.slots[s], lengths[s])[:, None] for s in sequences]
+            mixed = native.attend(q_latent, views, [view[..., :rank] for view in views], scale=scale)
+        return None if mixed is None else torch.einsum("shr,hvr->shv", mixed, w_value)
+
 
 def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, *, is_seen: Tensor | None = None) -> Tensor:
     """Causal attention of the last n of L tokens: (n, H, N + P), (L, R + P), kv_b (H * (N + V), R) -> (n, H, V).
 
-    `is_seen` (n, L) bool narrows down what each reads, and says what is causal then.
+    `is_seen` (n, L) bool narrows down what each reads, and says what is causal then. Beyond `nn.workspace`'s limit
+    heads are taken in groups and queries in blocks.
     """
-    num_new, num_all = q.shape[0], latent.shape[0]
+    num_new, num_all, itemsize = q.shape[0], latent.shape[0], q.element_size()
+    columns = spec.nope_dim + spec.v_dim + spec.qk_dim + max(spec.qk_dim, spec.v_dim)
+    needed = num_all * q.shape[1] * columns * itemsize
+    if is_seen is not None or num_new < num_all:
+        needed += workspace.mask_bytes(num_new, num_all, itemsize)
+    if not workspace.is_within(needed):
+        return _attend_in_groups(q, latent, kv_b, spec, is_seen)
     keys, values = _expand(latent, kv_b, spec)
     mask = is_seen
     if mask is None and num_new < num_all:  # token i of the new ones stands at num_all - num_new + i
@@ -172,6 +195,30 @@ def naive_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, *, i
         q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.softmax_scale
     )
     return attended[0].transpose(0, 1)[..., : spec.v_dim]
+
+
+def _attend_in_groups(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, is_seen: Tensor | None) -> Tensor:
+    """`naive_attention`, a group of heads at a time."""
+    by_head = kv_b.view(-1, spec.nope_dim + spec.v_dim, spec.kv_rank)
+    columns = spec.qk_dim + spec.v_dim + max(spec.qk_dim, spec.v_dim)  # while values are being made
+    masks, pieces = workspace.BlockMasks(len(q), len(latent), is_seen=is_seen, like=q), []
+    for heads in workspace.spans(len(by_head), latent.shape[0] * columns * q.element_size()):
+        keys, values = _expand_group(latent, by_head[heads], spec)
+        y = workspace.attend_in_blocks(q[:, heads], keys, values, masks, scale=spec.softmax_scale)
+        pieces.append(y[..., : spec.v_dim])
+        del keys, values  # before the next ones are made
+    return torch.cat(pieces, 1)
+
+
+def _expand_group(latent: Tensor, by_head: Tensor, spec: MLASpec) -> tuple[Tensor, Tensor]:
+    """As `_expand` with weights (H', N + V, R) of some heads, keys and values one after the other: less at a time."""
+    c, shared_key = latent.split([spec.kv_rank, spec.rope_dim], -1)
+    w_key, w_value = (w.flatten(0, 1) for w in by_head.split([spec.nope_dim, spec.v_dim], 1))
+    keys = F.linear(c, w_key).unflatten(-1, (-1, spec.nope_dim))
+    keys = torch.cat([keys, shared_key[:, None].expand(-1, keys.shape[1], -1)], -1)
+    values = F.linear(c, w_value).unflatten(-1, (-1, spec.v_dim))
+    width = spec.qk_dim - spec.v_dim
+    return keys, F.pad(values, (0, width)) if width > 0 else values
 
 
 def whole_attention(q: Tensor, latent: Tensor, kv_b: Tensor, spec: MLASpec, segments: Segments) -> Tensor:
@@ -225,12 +272,3 @@ def _absorb(q: Tensor, kv_b: Tensor, spec: MLASpec) -> tuple[Tensor, Tensor]:
     w_key, w_value = kv_b.view(-1, spec.nope_dim + spec.v_dim, spec.kv_rank).split([spec.nope_dim, spec.v_dim], 1)
     q_head, q_shared = q.split([spec.nope_dim, spec.rope_dim], -1)
     return torch.cat([torch.einsum("shn,hnr->shr", q_head, w_key), q_shared], -1), w_value
-
-
-def _absorbed_natively(q: Tensor, contexts: Sequence[Tensor], kv_b: Tensor, spec: MLASpec) -> Tensor | None:
-    """`absorbed_attention` over exactly the rows that each sequence sees, (L, R + P) each; None without a kernel."""
-    q_latent, w_value = _absorb(q, kv_b, spec)
-    rows = [context[:, None] for context in contexts]  # one key-value head, which all heads read
-    values = [row[..., : spec.kv_rank] for row in rows]
-    mixed = native.attend(q_latent, rows, values, scale=spec.softmax_scale)
-    return None if mixed is None else torch.einsum("shr,hvr->shv", mixed, w_value)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.base import RequestError, UnsupportedModelError
+from workbench.nn import native
 from workbench.nn.batch import Segments, TokenBatch
 from workbench.nn.cache import Cache
 from workbench.nn.delta_net import DeltaNet
@@ -25,6 +26,7 @@ from workbench.nn.projector import Projector
 from workbench.nn.residual import ResidualMix, ResidualStream
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 from workbench.nn.vision import Grid, VisionTower
+from workbench.nn.vision_rows import ImageRows
 from workbench.spec import DenseFFNSpec, GatedDeltaSpec, GQASpec, KDASpec, MLASpec, ModelSpec, require_runnable
 
 __all__ = ["DecoderLayer", "Embedding", "Head", "Model", "TiedHead"]
@@ -72,7 +74,9 @@ class TiedHead(nn.Module):
         self.tp: TensorParallel = LOCAL
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tp.gather(F.linear(self.tp.enter(x), self.tied[0].weight.to(x.dtype)), -1)
+        x, weight = self.tp.enter(x), self.tied[0].weight
+        y = native.linear(x, (weight, None))
+        return self.tp.gather(F.linear(x, weight.to(x.dtype)) if y is None else y, -1)
 
 
 class DecoderLayer(nn.Module):
@@ -190,6 +194,18 @@ class Model(nn.Module):
         if self.vision is None or self.projector is None:
             raise UnsupportedModelError("this stage or model has no vision tower")
         return self.projector(self.vision(patches, grids))
+
+    def begin_image(self, patches: Tensor, grid: Grid) -> ImageRows:
+        """One image of (N, 3, p, p) to be encoded with pauses; `finish_image` gives what `encode_images` would."""
+        if self.vision is None:
+            raise UnsupportedModelError("this stage or model has no vision tower")
+        return ImageRows(self.vision, patches, grid)
+
+    def finish_image(self, rows: ImageRows) -> Tensor:
+        """(tokens, D) of an image all of whose rows are done."""
+        assert self.projector is not None
+        features: Tensor = self.projector(rows.merged())
+        return features
 
     def _deepstack(self, batch: TokenBatch) -> list[Tensor]:
         """(T, D) to add to the output of each of the first layers, zeros where no image is; empty without images."""

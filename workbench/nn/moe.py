@@ -8,6 +8,7 @@ Source: Kimi K3 report, arXiv 2607.24653; latent experts, arXiv 2601.18089.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -57,28 +58,39 @@ class Experts(nn.Module):
 
         The result is the weighted sum over the experts held here: complete only where they all are.
         """
-        each = x[:, None].expand(-1, slots.shape[1], -1)
+        each = x
         if self.scales_input:
-            each = (as_float(each) * weights[..., None]).to(x.dtype)
-        outputs = self.at_once(each.flatten(0, 1) if self.scales_input else x, slots)
-        if outputs is None:
-            order, counts = group_by_expert(slots, self.num_local)
-            by_expert = RowMap(order, slots.numel())
-            grouped = by_expert(each.flatten(0, 1))
-            pieces = self.each(grouped, counts)
-            # Without any token the result still depends on x: every rank takes part in the backward's collectives.
-            outputs = by_expert.back(torch.cat(pieces) if pieces else grouped).view(*slots.shape, x.shape[-1])
-        return (as_float(outputs) * (1.0 if self.scales_input else weights[..., None])).sum(1)
+            each = (as_float(x[:, None]) * weights[..., None]).to(x.dtype).flatten(0, 1)
+        own_weights = None if self.scales_input else weights
+        if (combined := self.at_once(each, slots, own_weights, is_summed=True)) is not None:
+            return combined
+        order, counts = group_by_expert(slots, self.num_local)
+        by_expert = RowMap(order, slots.numel())
+        if not self.scales_input:
+            each = x[:, None].expand(-1, slots.shape[1], -1).flatten(0, 1)
+        grouped = by_expert(each)
+        pieces = self.each(grouped, counts)
+        # Without any token the result still depends on x: every rank takes part in the backward's collectives.
+        outputs = by_expert.back(torch.cat(pieces) if pieces else grouped).view(*slots.shape, x.shape[-1])
+        visits = as_float(outputs) * (1.0 if own_weights is None else own_weights[..., None])
+        if native.serves(x):  # one after another, as the kernel: torch's order depends on how many columns there are
+            return reduce(torch.add, visits.unbind(1))
+        return visits.sum(1)
 
-    def at_once(self, x: Tensor, slots: Tensor) -> Tensor | None:
-        """Every token through its experts by one native kernel, (T, L) or (T * K, L) -> (T, K, L); None without it."""
+    def at_once(
+        self, x: Tensor, slots: Tensor, weights: Tensor | None = None, *, is_summed: bool = False
+    ) -> Tensor | None:
+        """Every token through its experts by one native kernel, (T, L) or (T * K, L) -> (T, K, L); None without it.
+
+        With `is_summed` their sum, taken by `weights` (T, K) where there are any -> (T, L) float32.
+        """
         if not native.serves(x):
             return None
         stores = (self.w1, self.w2, self.w3)
         b1, b2, b3 = (None if store.bias is None else store.bias.to(x.dtype) for store in stores)
         biases = (b1, b2 if self.adds_down_bias else None, b3)
         w1, w2, w3 = (store.held for store in stores)
-        return native.experts(x, slots, (w1, w2, w3), biases, self.activation)
+        return native.experts(x, slots, (w1, w2, w3), biases, self.activation, weights=weights, is_summed=is_summed)
 
     def each(self, grouped: Tensor, counts: list[int]) -> list[Tensor]:
         """Every expert on its own rows, one after another: (sum of counts, L) -> results of those that have any."""

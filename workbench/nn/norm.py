@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.nn import native
 from workbench.nn.precision import as_float
 from workbench.nn.tensor_parallel import LOCAL, TensorParallel
 
@@ -57,6 +58,8 @@ class RMSNorm(nn.Module):
         return self._weighted(x, self.weight)
 
     def _weighted(self, x: Tensor, weight: Tensor) -> Tensor:
+        if (y := native.rms_norm(x, weight, self.eps, self.offset)) is not None:
+            return y
         normed = normalise(x, self.eps)
         if self.offset:
             return (normed * (as_float(weight) + self.offset)).to(x.dtype)

@@ -10,6 +10,7 @@ was given to a slot may be written by that slot alone, and by nobody once it has
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -17,7 +18,18 @@ from torch import Tensor
 
 from workbench.base import RequestError
 
-__all__ = ["SlotPages"]
+__all__ = ["PageTables", "SlotPages"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """Token t of slot s is row `pages[s, t // tokens] * tokens + t % tokens`; a plain slot is one page.
+
+    `pages` (slots, N) int64, contiguous; entries beyond a slot's end lead to some page of its own.
+    """
+
+    pages: Tensor
+    tokens: int
 
 
 class SlotPages:
@@ -31,7 +43,7 @@ class SlotPages:
         self._members: list[set[int]] = [set() for _ in range(num_slots)]  # the same pages, in no order
         self._is_run: list[bool] = [True] * num_slots  # whether the pages stand side by side, in order
         self._owners: dict[int, int] = {}  # page -> the slot that may write it
-        self._index = torch.zeros(0, dtype=torch.int64, device=device)  # (slots, pages), the same on the device
+        self._index = self._plain_index()  # (slots, pages), the same on the device
         # What the layers of a forward pass ask for one after another, and the rows that it led to.
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
         self._last_first: tuple[tuple[int, ...], Tensor] | None = None
@@ -49,9 +61,20 @@ class SlotPages:
         self._members = [set() for _ in range(self.num_slots)]
         self._is_run = [True] * self.num_slots
         self._owners.clear()
-        width = -(-self.max_tokens // page_tokens) if page_tokens else 0
-        self._index = torch.zeros(self.num_slots, width, dtype=torch.int64, device=self.device)
+        if self.is_plain:
+            self._index = self._plain_index()
+        else:
+            width = -(-self.max_tokens // page_tokens)
+            self._index = torch.zeros(self.num_slots, width, dtype=torch.int64, device=self.device)
         return True
+
+    def _plain_index(self) -> Tensor:
+        return torch.arange(self.num_slots, dtype=torch.int64, device=self.device)[:, None]
+
+    @property
+    def tables(self) -> PageTables:
+        """Where all slots have their rows, on the device, as long as nobody deals out pages anew."""
+        return PageTables(self._index, self.page_tokens or self.max_tokens)
 
     def table(self, slot: int) -> tuple[int, ...]:
         """Pages of a slot, in the order of its tokens."""

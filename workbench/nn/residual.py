@@ -5,7 +5,7 @@ Source: Attention Residuals, arXiv 2603.15031.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ class ResidualStream:
         return ResidualStream((*self.saved, self.running), None)
 
     def add(self, y: Tensor) -> ResidualStream:
-        return replace(self, running=y if self.running is None else self.running + y)
+        return ResidualStream(self.saved, y if self.running is None else self.running + y)
 
     def rows(self, index: Tensor) -> ResidualStream:
         """The same stream for some of its tokens."""

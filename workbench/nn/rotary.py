@@ -13,11 +13,13 @@ double precision. Sources: arXiv 2104.09864, 2409.12191.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from workbench.base import RequestError
+from workbench.nn import native
 from workbench.nn.batch import Segments
 from workbench.nn.precision import as_float
 from workbench.spec import RopeSpec
@@ -59,17 +61,22 @@ def image_positions(is_image: Sequence[bool], grids: Sequence[tuple[int, int]]) 
     return torch.cat(pieces, 1) if pieces else torch.zeros(3, 0, dtype=torch.int64)
 
 
+_frequencies = cache(RopeSpec.frequencies)
+
+
 def _table(rope: RopeSpec, segments: Segments) -> RotaryTable:
-    frequencies = torch.tensor(rope.frequencies(), dtype=torch.float32, device=segments.device)
+    frequencies = torch.tensor(_frequencies(rope), dtype=torch.float32, device=segments.device)
     positions = segments.positions[:, None]
     if rope.sections and segments.rope_positions is not None:
         positions = segments.rope_positions[list(rope.axes)].mT  # (T, P / 2)
-    angles = positions.float() * frequencies
+    angles = (positions.float() * frequencies).contiguous()
     return angles.cos() * rope.cos_scale, angles.sin() * rope.cos_scale
 
 
 def rotate(x: Tensor, table: RotaryTable, *, is_interleaved: bool) -> Tensor:
     """(T, H, W) -> (T, H, W): the first P columns turned, in float32 and rounded once; the others as they are."""
+    if (found := native.turn_heads((x,), (None,), table, is_interleaved=is_interleaved)) is not None:
+        return found[0]
     cos, sin = (part[:, None] for part in table)
     dim = 2 * cos.shape[-1]
     turning, rest = x[..., :dim], x[..., dim:]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.base import LoadError
+from workbench.nn import native
 from workbench.nn.precision import as_float
 from workbench.spec import MoESpec
 
@@ -44,8 +45,13 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, D) -> expert ids (T, K) int64 ascending, and their weights (T, K) float32."""
+        correction = None if self.bias is None else self._correction()
+        if "scores" not in self.__dict__:  # else somebody has put others in place
+            found = native.route(x, self.weight, self.logit_bias, correction, self.spec)
+            if found is not None:
+                return found
         scores = self.scores(x)
-        choice = scores if self.bias is None else scores + self._correction()
+        choice = scores if correction is None else scores + correction
         if self.spec.num_groups > 1:
             choice = self._of_best_groups(choice)
         ids = torch.topk(choice, self.spec.top_k, dim=-1).indices.sort(-1).values

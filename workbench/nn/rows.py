@@ -91,10 +91,6 @@ class RowTable:
     def write(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Rows (T, ..., W) to (slot, position), both (T,)."""
         coded = (rows,) if self.form is None else self.form.encode(rows)
-        if self._has_slots:
-            for part, values in zip(self.parts, coded, strict=True):
-                part[slots, positions] = values
-            return
         places = self.pages.rows(slots, positions)
         for flat, values in zip(self._flat, coded, strict=True):
             flat[places] = values
@@ -112,6 +108,11 @@ class RowTable:
         """The first rows of one slot, (num_tokens, ..., W): no copy where they lie side by side as they are."""
         places = self.pages.span(slot, num_tokens)
         return self._decoded([flat[places] for flat in self._flat])
+
+    @property
+    def in_place(self) -> Tensor | None:
+        """All rows of the pool as they lie, (rows, ..., W), the same memory; None where they are codes."""
+        return self._flat[0] if self.form is None else None
 
     def dense(self) -> Tensor:
         """All rows as they lie, (slots, max_tokens, ..., W)."""

@@ -106,15 +106,27 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
         """`angles` (N, P) of rotary positions; `lengths` patches of each image, in order."""
-        x = x + self._attention(self.norm0(x), angles, lengths)
+        return self._fed(x + self._attention(x, angles, lengths))
+
+    def packed(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """(N, C) -> what each patch asks and is asked by (N, 2, H, head_dim), and what it tells (N, 1, H, head_dim)."""
+        qkv = self.wqkv(self.tp.enter(self.norm0(x))).unflatten(-1, (3, -1, self.head_dim))
+        qk, v = qkv.split([2, 1], 1)
+        turn = rotate_halves if self.rotates_halves else rotate_pairs
+        return turn(qk.flatten(1, 2), angles).view(qk.shape), v
+
+    def of_rows(self, x: Tensor, qk: Tensor, v: Tensor, rows: slice) -> Tensor:
+        """Some rows of `forward` of one image, `x` (N, C) and `packed` of all its rows given: -> (rows, C)."""
+        query, key, value = (y.transpose(0, 1)[None] for y in (qk[rows, 0], qk[:, 1], v[:, 0]))
+        attended = F.scaled_dot_product_attention(query, key, value)[0]  # (H, rows, head_dim)
+        return self._fed(x[rows] + self._reduced(self.wo, attended.transpose(0, 1).flatten(1)))
+
+    def _fed(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.fc0(self.tp.enter(self.norm1(x))), approximate="tanh")
         return x + self._reduced(self.fc1, hidden)
 
     def _attention(self, x: Tensor, angles: Tensor, lengths: Sequence[int]) -> Tensor:
-        qkv = self.wqkv(self.tp.enter(x)).unflatten(-1, (3, -1, self.head_dim))  # (N, 3, H, head_dim)
-        qk, v = qkv.split([2, 1], 1)
-        turn = rotate_halves if self.rotates_halves else rotate_pairs
-        turned = turn(qk.flatten(1, 2), angles).view(qk.shape)
+        turned, v = self.packed(x, angles)
         # Neighbours of equal size share a call: no mask, no padding, and each image is computed for itself.
         runs = [(length, len(list(run))) for length, run in groupby(lengths)]
         sizes = [length * num_images for length, num_images in runs]
@@ -165,10 +177,10 @@ class VisionTower(nn.Module):
         for layer_idx, block in enumerate(self.blocks):
             x = block(x, angles, lengths)
             if layer_idx in self.spec.deepstack:
-                states.append(self._merged(x, grids, lengths))
-        return torch.cat([self._merged(self.final_norm(x), grids, lengths), *states], 1)
+                states.append(self.merged(x, grids, lengths))
+        return torch.cat([self.merged(self.final_norm(x), grids, lengths), *states], 1)
 
-    def _merged(self, x: Tensor, grids: Sequence[Grid], lengths: Sequence[int]) -> Tensor:
+    def merged(self, x: Tensor, grids: Sequence[Grid], lengths: Sequence[int]) -> Tensor:
         """(N, C) -> (tokens, m * m, C)."""
         parts = zip(x.split(lengths), grids, strict=True)
         return torch.cat([merge_patches(part, grid, self.spec.merge_size) for part, grid in parts])

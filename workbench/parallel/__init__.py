@@ -15,7 +15,7 @@ from workbench.parallel.mesh import (
 )
 from workbench.parallel.pipeline import Pipeline, payload_vectors
 from workbench.parallel.tensor_parallel import GroupTensorParallel
-from workbench.parallel.vision import encode_images, share_images, sum_vision_gradients
+from workbench.parallel.vision import advance_image, begin_image, encode_images, share_images, sum_vision_gradients
 
 __all__ = [
     "AllToAllDispatch",
@@ -30,8 +30,10 @@ __all__ = [
     "Pipeline",
     "RankContext",
     "ReplicatedDispatch",
+    "advance_image",
     "allocate",
     "attach",
+    "begin_image",
     "build_stage",
     "encode_images",
     "group_members",

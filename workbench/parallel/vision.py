@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from workbench.nn.model import Model
+from workbench.nn.vision_rows import ImageRows
 from workbench.parallel.functions import gather_rows
 from workbench.parallel.mesh import RankContext
 from workbench.placement import vision_is_sharded
 
-__all__ = ["encode_images", "share_images", "sum_vision_gradients"]
+__all__ = ["advance_image", "begin_image", "encode_images", "share_images", "sum_vision_gradients"]
 
 Grid = tuple[int, int, int]  # frames, rows, columns, in patches
 
@@ -56,6 +57,40 @@ def encode_images(model: Model, ctx: RankContext, patches: Tensor, grids: Sequen
         raise failure
     pieces = dict(zip(arrived, gathered, strict=True))
     return torch.cat([pieces[i] for i in range(len(grids))])
+
+
+def begin_image(model: Model, ctx: RankContext, patches: Tensor, grid: Grid) -> ImageRows | None:
+    """One image to be encoded with pauses, by `advance_image`; None on a rank that leaves it to the first one."""
+    is_mine = ctx.tp.rank == 0 or vision_is_sharded(model.spec, ctx.layout)
+    return model.begin_image(patches, grid) if is_mine else None
+
+
+def advance_image(model: Model, ctx: RankContext, rows: ImageRows | None, grid: Grid, stop: int) -> Tensor | None:
+    """On every tp rank: up to row `stop` of an image, and its features (tokens, D) once that is the last, else None.
+
+    Where the first rank fails with the last rows it raises after the gather, where the others wait for it.
+    """
+    assert model.spec.vision is not None
+    is_last = stop >= model.spec.vision.num_layers * math.prod(grid)
+    if rows is not None and (not is_last or ctx.tp.size == 1 or vision_is_sharded(model.spec, ctx.layout)):
+        rows.advance(stop)
+        return model.finish_image(rows) if is_last else None
+    if not is_last:
+        return None
+    num_tokens = grid[1] * grid[2] // model.spec.vision.merge_size**2
+    failure: Exception | None = None
+    shape = (0 if rows is None else num_tokens, model.spec.image_width)
+    features = torch.full(shape, float("nan"), dtype=model.dtype, device=ctx.device)
+    try:
+        if rows is not None:
+            rows.advance(stop)
+            features = model.finish_image(rows)
+    except Exception as error:
+        failure = error
+    gathered = gather_rows(features, [num_tokens, *[0] * (ctx.tp.size - 1)], ctx.tp)
+    if failure is not None:
+        raise failure
+    return gathered
 
 
 def share_images(sizes: Sequence[int], num_ranks: int) -> list[list[int]]:

@@ -75,6 +75,7 @@ def _caches(cache: object) -> Counter[str]:
     for role, states in (("state", cache.state), ("convolution", cache.conv)):
         found[role] += sum(x.nbytes for x in states.values())
     found["snapshots"] = sum(x.nbytes for x in cache.snapshots.tensors)
-    for role, tables in (("latent", (cache.latent,)), ("keys and values", (cache.keys, cache.values))):
-        found[role] += sum(part.nbytes for rows in tables for table in rows.values() for part in table.parts)
+    tables = {"latent": (cache.latent,), "index keys": (cache.index,), "keys and values": (cache.keys, cache.values)}
+    for role, kinds in tables.items():
+        found[role] += sum(part.nbytes for layers in kinds for rows in layers.values() for part in rows.parts)
     return +found

@@ -9,8 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from workbench.serving.copies import Copies, CopiesState, CopyEvent
 from workbench.serving.engine import Engine
-from workbench.serving.fleet import Fleet
+from workbench.serving.fleet import CopyStatus, Fleet
 from workbench.serving.generation import EngineStats, Finish, Generation, TokenEvent
 from workbench.serving.inputs import (
     ImageInput,
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "Copies",
+    "CopiesState",
+    "CopyEvent",
+    "CopyStatus",
     "Draft",
     "Drafter",
     "Engine",

@@ -93,21 +93,29 @@ class RemoteService:
             **(fields or {}),
         }
         connection = self._connect()
-        start_s = self._clock()
+        # Where the server ends the connection with its answer, the library lets go of it as soon as the answer begins.
+        opened, start_s = connection.sock, self._clock()
         try:
             response = self._send(connection, "POST", "/chat/completions", content)
         except BaseException:
             connection.close()
             raise
-        return RemoteReply(connection, response, start_s=start_s, where=self.url, clock=self._clock)
+        return RemoteReply(connection, response, opened, start_s=start_s, where=self.url, clock=self._clock)
 
     def _connect(self) -> http.client.HTTPConnection:
-        assert self._parts.hostname is not None
-        if self._parts.scheme == "https":
-            return http.client.HTTPSConnection(
-                self._parts.hostname, self._parts.port, timeout=self._timeout_s, context=ssl.create_default_context()
-            )
-        return http.client.HTTPConnection(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+        """Open already. Raises DeploymentError where nobody answers."""
+        host, port = self._parts.hostname, self._parts.port
+        assert host is not None
+        connection = (
+            http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=ssl.create_default_context())
+            if self._parts.scheme == "https"
+            else http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        )
+        try:
+            connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            raise DeploymentError(f"the server cannot be reached: {error}", where=self.url) from None
+        return connection
 
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, content: object = None
@@ -135,6 +143,7 @@ class RemoteReply:
         self,
         connection: http.client.HTTPConnection,
         response: http.client.HTTPResponse,
+        opened: socket.socket,
         *,
         start_s: float,
         where: str,
@@ -143,7 +152,7 @@ class RemoteReply:
         self.answer: Answer | None = None
         self.start_s, self.chunks = start_s, list[StreamChunk]()
         self._connection, self._response, self._where, self._clock = connection, response, where, clock
-        self._socket = connection.sock
+        self._socket = opened
         self._is_closed = False
         self._text: list[str] = []
         self._thinking: list[str] = []
@@ -165,9 +174,8 @@ class RemoteReply:
 
     def close(self) -> None:
         self._is_closed = True
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # wakes a reader in another thread, where closing would not
-                self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # wakes a reader in another thread, where closing would not
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _run(self) -> Iterator[str]:

@@ -224,10 +224,10 @@ class Engine:
         for sequence in admitted:
             if sequence.slot >= 0:  # not paused again for want of pages
                 self.runner.reset_slot(sequence.replica, sequence.slot)
-        if not plan.num_tokens:
+        if not plan.num_tokens and not plan.encode:
             return False
-        if not all(self._encode(image) for image in plan.encode):
-            return True  # the plan had a request in it that has ended
+        if not all(self._encode(image) for image in plan.encode) or not plan.num_tokens:
+            return True  # the plan had a request in it that has ended, or there is a picture and no text to read yet
         try:
             sampled = self.runner.step(plan.inputs)
         except Exception as error:
@@ -262,20 +262,24 @@ class Engine:
         return {ask.request_id: tuple(drafts.get(ask.request_id, ()))[: ask.room] for ask in asks}
 
     def _encode(self, image: ImageToEncode) -> bool:
-        """Whether the image was encoded; where it was not, the request that asked for it has ended."""
+        """Whether the image was encoded as planned; where it was not, the request that asked for it has ended."""
         key = image.image[0]
         try:
-            self.runner.encode_images(image.replica, [image.image])
+            if image.is_whole:
+                self.runner.encode_images(image.replica, [image.image])
+            else:
+                self.runner.encode_rows(image.replica, image.image, image.first, image.stop)
         except Exception as error:
             if not self.runner.is_intact:
                 raise
             self.runner.drop_images(image.replica, [key])  # ranks that had come to their end hold its features
             with self._changed:
+                self.scheduler.images[image.replica].forget(key)
                 own = error if isinstance(error, (ImageError, RequestError)) else _own_error(error)
                 self._end(image.sequence, own)
             return False
         with self._changed:
-            self.scheduler.mark_encoded(image.replica, key)
+            self.scheduler.images[image.replica].mark(image)
         return True
 
     def _isolate(self, plan: StepPlan, error: Exception) -> None:

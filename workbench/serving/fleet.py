@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal, get_args
 
 from workbench.base import DeploymentError, QueueFullError, RequestError, WorkbenchError
 from workbench.serving.engine import Engine
@@ -21,23 +22,55 @@ from workbench.serving.recent import RecentTimes
 from workbench.serving.requests import GenerationRequest
 from workbench.serving.steps import Runner, RunnerInfo
 
-__all__ = ["Fleet"]
+__all__ = ["CopyState", "CopyStatus", "Fleet"]
+
+CopyState = Literal["ready", "restarting", "failed", "leaving"]
 
 MAX_HOMES = 4096  # beginnings of which it is known who read them
 SLACK = 0.5  # how much of its slots the home of a beginning may be busier than the least loaded one
 LOOK_S = 0.02
+# What an engine has at this moment; everything else of its counts only grows, and outlives it.
+MOMENTARY = frozenset(
+    {
+        *("num_waiting", "num_running", "num_free_slots", "num_pages", "num_images"),
+        *("num_pool_pages", "num_free_pool_pages"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyStatus:
+    """One copy now. `number` counts from 1 in the order in which copies came, and is never given twice."""
+
+    number: int
+    state: CopyState
+    num_requests: int
+    num_slots: int
 
 
 @dataclass(eq=False, slots=True)
 class _Copy:
     runner: Runner
     engine: Engine
+    number: int
     is_leaving: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        return self.runner.info.num_slots * self.runner.info.dp
 
     @property
     def load(self) -> float:
         """Requests for each slot."""
-        return self.engine.num_requests / (self.runner.info.num_slots * self.runner.info.dp)
+        return self.engine.num_requests / self.num_slots
+
+    @property
+    def state(self) -> CopyState:
+        if self.is_leaving:
+            return "leaving"
+        if self.engine.is_recovering:
+            return "restarting"
+        return "ready" if self.engine.error is None else "failed"
 
     @property
     def is_usable(self) -> bool:
@@ -71,6 +104,8 @@ class Fleet:
         self._lock = threading.Lock()  # guards the list of copies and the table of homes
         self._is_started = False
         self._copies: list[_Copy] = []
+        self._num_added = 0
+        self._gone: dict[str, int] = {}  # counts of copies that have left
         self._homes: OrderedDict[str, _Copy] = OrderedDict()
         for runner in runners:
             self.add(runner)
@@ -100,12 +135,14 @@ class Fleet:
         ours, theirs = _identity(self.info), _identity(runner.info)
         if ours != theirs:
             raise RequestError("this runner holds another model", found=theirs, expected=ours)
-        copy = _Copy(runner, self._make(runner))
+        copy = _Copy(runner, self._make(runner), 0)
         with self._lock:
             if any(each.runner is runner for each in self._copies):
                 raise RequestError("this runner is in the fleet already")
             if self._is_started:
                 copy.engine.start()
+            self._num_added += 1
+            copy.number = self._num_added
             self._copies.append(copy)
 
     def remove(self, runner: Runner, *, drain_s: float = 60.0) -> Runner:
@@ -127,7 +164,22 @@ class Fleet:
         copy.engine.stop()
         with self._lock:
             self._copies.remove(copy)
+            for name, value in asdict(copy.engine.stats()).items():
+                if name not in MOMENTARY:
+                    self._gone[name] = self._gone.get(name, 0) + value
         return runner
+
+    def next_to_leave(self) -> Runner:
+        """The copy that is missed least: one that has failed, else the one with the fewest requests, the newest first.
+
+        Raises RequestError where only one copy is left.
+        """
+        with self._lock:
+            staying = [copy for copy in self._copies if not copy.is_leaving]
+            if len(staying) < 2:
+                raise RequestError("the last runner of a fleet stays", next_step="Stop the fleet instead")
+            order = ("failed", "restarting", "ready")
+            return min(staying, key=lambda x: (order.index(x.state), x.engine.num_requests, -x.number)).runner
 
     def submit(self, request: GenerationRequest, listener: Listener | None = None) -> Generation:
         """As `Engine.submit`, on the copy that suits the request best; the next best where that one is full."""
@@ -178,10 +230,30 @@ class Fleet:
         """Requests that have not had their end."""
         return sum(copy.engine.num_requests for copy in list(self._copies))
 
+    @property
+    def num_slots(self) -> int:
+        """Answers that may be under way at once, over the copies that stay."""
+        return sum(copy.num_slots for copy in list(self._copies) if not copy.is_leaving)
+
+    def status(self) -> tuple[CopyStatus, ...]:
+        """Every copy that is there, in the order in which they came."""
+        return tuple(
+            CopyStatus(
+                number=copy.number, state=copy.state, num_requests=copy.engine.num_requests, num_slots=copy.num_slots
+            )
+            for copy in list(self._copies)
+        )
+
+    def num_by_state(self) -> dict[CopyState, int]:
+        """How many copies are in each state, states without any included."""
+        states = [copy.state for copy in list(self._copies)]
+        return {state: states.count(state) for state in get_args(CopyState)}
+
     def stats(self) -> EngineStats:
-        """Counts summed over the copies that are there now."""
-        parts = [asdict(copy.engine.stats()) for copy in list(self._copies)]
-        return EngineStats(**{name: sum(part[name] for part in parts) for name in parts[0]})
+        """What the copies have now, and counts of all there have been, summed: a count never falls."""
+        with self._lock:
+            parts = [*(asdict(copy.engine.stats()) for copy in self._copies), self._gone]
+        return EngineStats(**{name: sum(part.get(name, 0) for part in parts) for name in parts[0]})
 
     def recent(self) -> RecentTimes:
         """Times of all copies; the window is the shortest of theirs."""

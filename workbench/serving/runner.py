@@ -12,13 +12,15 @@ from torch import Tensor
 
 from workbench.base import LayoutError, RequestError, WorkbenchError
 from workbench.loading import ExpertMemory, load_sharded_weights
+from workbench.nn import native
 from workbench.nn.batch import TokenBatch
 from workbench.nn.cache import Cache, StateCache
 from workbench.nn.model import Model
 from workbench.nn.snapshots import Snapshot
+from workbench.nn.vision_rows import ImageRows
 from workbench.parallel.mesh import RankContext
 from workbench.parallel.pipeline import Pipeline
-from workbench.parallel.vision import encode_images
+from workbench.parallel.vision import advance_image, begin_image, encode_images
 from workbench.serving.inputs.images import normalise
 from workbench.serving.sampler import sample_steps
 from workbench.serving.steps import EncodeImage, RunnerInfo, SampledToken, SequenceStep, StepInput, runner_info
@@ -62,6 +64,7 @@ class RankRunner:
         )
         self.pipeline = Pipeline(model.spec, ctx, model.dtype)
         self.features: dict[str, Tensor] = {}  # image key -> (tokens, D), on the first stage
+        self.begun: dict[str, ImageRows | None] = {}  # those that are half encoded; None where another rank does it
         self.pages: dict[str, Snapshot] = {}  # states behind kept beginnings of prompts, of this stage
         self.is_sampler = ctx.is_last_stage and ctx.coords.tp == 0
 
@@ -82,22 +85,47 @@ class RankRunner:
         )
 
     @torch.inference_mode()
-    def encode_images(self, images: Sequence[EncodeImage]) -> None:
-        """Features of images of this replica, kept under their keys; nothing to do on later stages."""
+    def encode_images(self, images: Sequence[EncodeImage], rows: tuple[int, int] | None = None) -> None:
+        """Features of images of this replica, kept under their keys; nothing to do on later stages.
+
+        With `rows` (first, stop) those rows of the way of one image through the tower, whose features are kept with the
+        last of them. Raises RequestError where the rows before were not computed.
+        """
         if not images or not self.ctx.is_first_stage:
             return
+        if rows is not None:
+            (image,) = images
+            self._encode_rows(image, *rows)
+            return
         assert self.spec.image is not None
-        patches = np.concatenate([patches for _, patches, _ in images])
-        pixels = torch.from_numpy(normalise(patches, self.spec.image)).to(self.ctx.device)
+        pixels = self._pixels(np.concatenate([patches for _, patches, _ in images]))
         features = encode_images(self.model, self.ctx, pixels, [grid for _, _, grid in images])
         merge = self.spec.vision.merge_size if self.spec.vision is not None else 1
         counts = [grid[1] * grid[2] // merge**2 for _, _, grid in images]
-        for (key, _, _), rows in zip(images, features.split(counts), strict=True):
-            self.features[key] = rows
+        for (key, _, _), own in zip(images, features.split(counts), strict=True):
+            self.features[key] = own
+
+    def _encode_rows(self, image: EncodeImage, first: int, stop: int) -> None:
+        key, patches, grid = image
+        if first == 0:
+            self.begun[key] = begin_image(self.model, self.ctx, self._pixels(patches), grid)
+        rows = self.begun.get(key)
+        if key not in self.begun or (rows is not None and rows.num_done != first):
+            found = "not begun" if rows is None else f"{rows.num_done} rows"
+            raise RequestError(f"image {key[:12]} cannot go on from row {first}", found=found)
+        features = advance_image(self.model, self.ctx, rows, grid, stop)
+        if features is not None:
+            self.features[key] = features
+            del self.begun[key]
+
+    def _pixels(self, patches: np.ndarray) -> Tensor:
+        assert self.spec.image is not None
+        return torch.from_numpy(normalise(patches, self.spec.image)).to(self.ctx.device)
 
     def drop_images(self, keys: Collection[str]) -> None:
         for key in keys:
             self.features.pop(key, None)
+            self.begun.pop(key, None)
             self._drop_page(key)
 
     def _drop_page(self, key: str) -> None:
@@ -264,6 +292,10 @@ class LocalRunner:
         assert replica == 0, replica
         self.rank.encode_images(images)
 
+    def encode_rows(self, replica: int, image: EncodeImage, first: int, stop: int) -> None:
+        assert replica == 0, replica
+        self.rank.encode_images([image], (first, stop))
+
     def drop_images(self, replica: int, keys: Collection[str]) -> None:
         assert replica == 0, replica
         self.rank.drop_images(keys)
@@ -314,4 +346,7 @@ class LocalRunner:
             cache_tokens=cache_tokens,
             num_snapshots=num_snapshots,
         )
+        # Steps may run in another thread, an engine's; with a team of this one beside it, more threads than cores, the
+        # runtime would put workers to sleep between any two products.
+        native.end_team()
         return cls(runner)

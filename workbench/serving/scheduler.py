@@ -11,8 +11,8 @@ chunks of a prompt become shorter beyond `FULL_DEPTH` tokens, so that they cost 
 everybody's next token comes as soon behind the end of a very long prompt as behind its beginning. Up to that depth the
 number of steps above holds.
 
-Images are encoded when the first chunk that needs them comes up, at most one per replica and step, and their features
-are dropped when no admitted prompt has rows left to fill from them.
+Images are encoded when the first chunk that needs them comes up, in parts that cost no more than the chunk would, so
+that a large picture makes no step longer (see `encoding`).
 
 Where slots share a pool of rows (see `replica_cache`), a sequence enters once there are pages for all that it has to
 read, and gets more as it generates. With `prefix_pages` beginnings of prompts are kept (see `prefix`); chunks then end
@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from workbench.base import DeploymentError, QueueFullError, WorkbenchError
+from workbench.serving.encoding import ReplicaImages
 from workbench.serving.prefix import page_keys
 from workbench.serving.replica_cache import ReplicaCache, page_size
 from workbench.serving.sequence import (
@@ -80,8 +81,7 @@ class Scheduler:
         self._free: list[list[int]] = [list(reversed(range(info.num_slots))) for _ in range(info.dp)]
         self._turn = 0.0  # of whoever was admitted last, and when the next one of each tenant is
         self._turns: dict[str, float] = {}
-        self._users: list[Counter[str]] = [Counter() for _ in range(info.dp)]  # admitted prompts that still need a key
-        self._encoded: list[set[str]] = [set() for _ in range(info.dp)]
+        self.images = [ReplicaImages(replica, info.encoding if info.reading else None) for replica in range(info.dp)]
         self._caches = [
             ReplicaCache(
                 info.num_rows, self.pool_page_tokens, prefix_tokens=self.page_tokens, prefix_pages=prefix_pages
@@ -119,8 +119,8 @@ class Scheduler:
 
     @property
     def num_images(self) -> int:
-        """Images whose features the ranks hold, over all replicas."""
-        return sum(map(len, self._encoded))
+        """Images whose features the ranks hold, or have begun to compute, over all replicas."""
+        return sum(map(len, self.images))
 
     def add(self, sequence: SequenceState) -> None:
         """Put a request at the end of the line. Raises QueueFullError where `max_queue` wait already."""
@@ -153,7 +153,7 @@ class Scheduler:
                 )
             self.running[replica].append(sequence)
             sequence.num_cached = len(sequence.restore) * self.page_tokens
-            self._users[replica].update({image.key for image in sequence.waiting_images()})
+            self.images[replica].need(image.key for image in sequence.waiting_images())
             admitted.append(sequence)
         return admitted
 
@@ -305,7 +305,7 @@ class Scheduler:
             )
             grants = dict(zip(map(id, reading), _shares([s.num_unread for s in reading], budget), strict=True))
             share = budget // max(1, len(reading))
-            fresh: str | None = None  # the one image that this step encodes
+            encode: dict[str, ImageToEncode] = {}
             for sequence in running:
                 if not sequence.num_unread:
                     steps.append(decode_step(sequence, drafts.get(sequence.request_id, ()), self.pool_page_tokens))
@@ -313,20 +313,15 @@ class Scheduler:
                     continue
                 num_tokens = self._chunk(sequence, grants[id(sequence)], share)
                 stop = self._chunk_end(sequence, sequence.num_cached + num_tokens)
-                for image in sequence.waiting_images():
-                    if image.row >= stop:
-                        break
-                    if image.key in self._encoded[replica] or image.key == fresh:
-                        continue
-                    if fresh is not None:
-                        stop = max(sequence.num_cached, image.row)
-                        break
-                    fresh = image.key
-                    plan.encode.append(ImageToEncode(replica, (image.key, image.patches, image.grid), sequence))
+                if sequence.request.images:
+                    granted = max(share, grants[id(sequence)])
+                    room, allowance = self._chunk(sequence, granted, share), self._allowance(granted, share)
+                    stop = self.images[replica].plan(sequence, stop, encode, allowance=allowance, room=room)
                 if stop > sequence.num_cached:
                     save = self._page_to_save(sequence, stop)
                     steps.append(prefill_step(sequence, stop, save, self.page_tokens, self.pool_page_tokens))
                     sequences.append(sequence)
+            plan.encode += encode.values()
             plan.inputs.append(tuple(steps))
             plan.sequences.append(sequences)
         return plan
@@ -357,16 +352,12 @@ class Scheduler:
                     sequence.restore = ()
                 if step.save:
                     self._caches[replica].keep(step.save, sequence.pages, sequence.num_cached)
-                self._users[replica].subtract(before - {image.key for image in sequence.waiting_images()})
+                self.images[replica].release(before - {image.key for image in sequence.waiting_images()})
                 sequence.num_drafted += len(step.drafts)
                 sequence.num_accepted += num_accepted
                 if token is not None:
                     news += _take(sequence, token)
         return news
-
-    def mark_encoded(self, replica: int, key: str) -> None:
-        """The replica's ranks hold the features of this image now."""
-        self._encoded[replica].add(key)
 
     def release(self, sequence: SequenceState) -> None:
         """Free the slot of a running sequence, or take a waiting one out of the line."""
@@ -375,7 +366,7 @@ class Scheduler:
             return
         self.running[sequence.replica].remove(sequence)
         self._free[sequence.replica].append(sequence.slot)
-        self._users[sequence.replica].subtract({image.key for image in sequence.waiting_images()})
+        self.images[sequence.replica].release(image.key for image in sequence.waiting_images())
         if self._caches:
             self._caches[sequence.replica].release(sequence.request_id, sequence.pages, sequence.restore)
         sequence.slot, sequence.restore, sequence.pages, sequence.num_sent = -1, (), [], 0
@@ -385,8 +376,12 @@ class Scheduler:
         reading = self.info.reading
         if reading is None:
             return granted
+        return reading.chunk(granted, sequence.num_cached, limit=self._allowance(granted, share))
+
+    def _allowance(self, granted: int, share: int) -> float:
+        """Multiply-adds that one sequence may spend on its prompt in a step, text and pictures together."""
         # By the share, not by what is left to read: the end of a prompt would come in ever smaller pieces.
-        return reading.chunk(granted, sequence.num_cached, limit=reading.of(max(granted, share), FULL_DEPTH))
+        return self.info.reading.of(max(granted, share), FULL_DEPTH) if self.info.reading else 0.0
 
     def _chunk_end(self, sequence: SequenceState, stop: int) -> int:
         """Not beyond the next border of a page that is to be kept: the state can be kept there only."""
@@ -405,11 +400,8 @@ class Scheduler:
     def unused(self) -> list[tuple[int, list[str]]]:
         """Encoded images and kept pages that nobody needs any more, by replica; they count as dropped from now on."""
         unused = []
-        for replica, encoded in enumerate(self._encoded):
-            keys = sorted(key for key in encoded if self._users[replica][key] <= 0)
-            encoded.difference_update(keys)
-            keys += self._caches[replica].evict() if self._caches else []
-            self._users[replica] = +self._users[replica]
+        for replica, images in enumerate(self.images):
+            keys = images.unused() + (self._caches[replica].evict() if self._caches else [])
             if keys:
                 unused.append((replica, keys))
         return unused
@@ -418,9 +410,8 @@ class Scheduler:
         """The runner holds nothing any more. Only where nobody has a slot."""
         assert not self.num_running, self.num_running
         self.forget_pages()
-        for encoded, users in zip(self._encoded, self._users, strict=True):
-            encoded.clear()
-            users.clear()
+        for images in self.images:
+            images.clear()
 
     def forget_pages(self) -> list[tuple[int, list[str]]]:
         """All kept pages by replica; none is kept from now on."""

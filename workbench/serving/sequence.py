@@ -105,11 +105,23 @@ class SequenceState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ImageToEncode:
-    """An image that `sequence` needs on its replica."""
+    """Rows [first, stop) of the `num_rows` of an image (see `nn.vision_rows`) that `sequence` needs on its replica."""
 
     replica: int
     image: EncodeImage
     sequence: SequenceState
+    first: int = 0
+    stop: int = 1
+    num_rows: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.first == 0 and self.is_last
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its features are there afterwards."""
+        return self.stop == self.num_rows
 
 
 @dataclass(eq=False, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from workbench.base import RequestError, WorkbenchError
 from workbench.placement import Layout
 from workbench.serving.requests import SamplingParams
-from workbench.spec import ModelSpec, ReadingCost, check_kv_dtype, reading_cost
+from workbench.spec import EncodingCost, ModelSpec, ReadingCost, check_kv_dtype, encoding_cost, reading_cost
 
 __all__ = [
     "Draft",
@@ -118,7 +118,8 @@ class RunnerInfo:
 
     `kv_dtype`: how rows of tokens are held there, one of `spec.KV_DTYPES`. `cache_tokens`: rows of a pool that all
     slots of a replica share; 0: each slot has its own. `num_snapshots`: room for states of kept prefixes. `reading`:
-    what chunks of prompts cost; None where they cost by their tokens alone.
+    what chunks of prompts cost; None where they cost by their tokens alone. `encoding`: what pictures cost, whose rows
+    may come one after another; None where each is encoded whole.
     """
 
     dp: int
@@ -131,6 +132,7 @@ class RunnerInfo:
     cache_tokens: int = 0
     num_snapshots: int = 0
     reading: ReadingCost | None = None
+    encoding: EncodingCost | None = None
 
     @property
     def num_rows(self) -> int:
@@ -185,6 +187,7 @@ def runner_info(
         cache_tokens=cache_tokens or 0,
         num_snapshots=num_snapshots,
         reading=reading_cost(spec),
+        encoding=encoding_cost(spec),
     )
 
 
@@ -209,8 +212,12 @@ class Runner(Protocol):
     def encode_images(self, replica: int, images: Sequence[EncodeImage]) -> None:
         """Compute and keep the features of images under their keys, for steps of that replica to refer to."""
 
+    def encode_rows(self, replica: int, image: EncodeImage, first: int, stop: int) -> None:
+        """Compute rows [first, stop) of all layers' rows of one image, those before having been computed; with the last
+        its features are kept. Only with `info.encoding`. Patches are looked at where `first` is 0."""
+
     def drop_images(self, replica: int, keys: Collection[str]) -> None:
-        """Forget features of images and kept pages; unknown keys are ignored."""
+        """Forget features of images, those that are half encoded, and kept pages; unknown keys are ignored."""
 
     def reset_slot(self, replica: int, slot: int) -> None:
         """Clear a slot before a new sequence enters it; it has no pages then."""

@@ -41,7 +41,7 @@ from workbench.spec.model import (
 from workbench.spec.parse import draft_tensors, parse_config, published_tensors, read_spec
 from workbench.spec.quant import QuantGroup, QuantSpec, RuleBook
 from workbench.spec.quant_rules import QuantRow, QuantTable, module_kind, resolve_quant_rules
-from workbench.spec.reading import ReadingCost, reading_cost
+from workbench.spec.reading import EncodingCost, ReadingCost, encoding_cost, reading_cost
 from workbench.spec.rope import LlamaScaling, RopeSpec, YarnSpec
 from workbench.spec.routing import choose_experts
 from workbench.spec.storage import SCHEMES, UNREAD_PARTS, Scheme, pieces_of, scheme_table
@@ -56,6 +56,7 @@ __all__ = [
     "DenseFFNSpec",
     "DraftSpec",
     "FFNSpec",
+    "EncodingCost",
     "GQASpec",
     "GatedDeltaSpec",
     "HyperConnectionSpec",
@@ -94,6 +95,7 @@ __all__ = [
     "count_draft",
     "count_model",
     "draft_tensors",
+    "encoding_cost",
     "index_bytes_per_token",
     "kv_bytes",
     "kv_bytes_per_token",

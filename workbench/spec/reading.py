@@ -7,6 +7,9 @@ Reading n tokens from position c on, in multiply-adds:
     (c + n) * context    whatever n is: latents of the whole context are expanded to keys and values for each chunk
 
 Recurrent layers cost the same wherever a token stands.
+
+A picture of N patches goes through the layers of a vision tower before; there a row of a layer (one patch of it) costs
+row + pair * N, for it attends to all patches of its picture.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from workbench.spec.counts import count_model
 from workbench.spec.mixers import GQASpec, MixerSpec, MLASpec
 from workbench.spec.model import LayerSpec, ModelSpec, MoESpec
 
-__all__ = ["ReadingCost", "reading_cost"]
+__all__ = ["EncodingCost", "ReadingCost", "encoding_cost", "reading_cost"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +55,38 @@ class ReadingCost:
         return min(most, max(fitting, self.least, 1))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodingCost:
+    """Multiply-adds of one row of one layer of the tower, in a picture of N patches: `row` + `pair` N."""
+
+    num_layers: int
+    row: float
+    pair: float
+
+    def num_rows(self, num_patches: int) -> int:
+        """Rows of all layers."""
+        return self.num_layers * num_patches
+
+    def of(self, num_rows: int, num_patches: int) -> float:
+        """Multiply-adds of so many rows of a picture of `num_patches`."""
+        return num_rows * (self.row + self.pair * num_patches)
+
+    def rows(self, limit: float, num_patches: int) -> int:
+        """Rows that cost no more than `limit`."""
+        return math.floor(limit / self.of(1, num_patches))
+
+
+def encoding_cost(spec: ModelSpec) -> EncodingCost | None:
+    """None for a model without a vision tower."""
+    if (vision := spec.vision) is None:
+        return None
+    weights = 4 * vision.hidden_size * vision.qkv_width + 2 * vision.hidden_size * vision.ffn_width
+    return EncodingCost(num_layers=vision.num_layers, row=float(weights), pair=float(2 * vision.qkv_width))
+
+
 def reading_cost(spec: ModelSpec) -> ReadingCost:
-    """Of a model as `workbench.nn` computes it: windows and indexers mask attention and do not shorten it there."""
+    """Of a model as `workbench.nn` computes it: windows and indexers mask attention and do not shorten it, but
+    for windows where a chunk is read in blocks (`nn.workspace`), which is not counted."""
     mixers = [layer.mixer for layer in spec.layers]
     return ReadingCost(
         token=float(count_model(_of_one_token(spec)).active_params),

@@ -29,7 +29,7 @@ REFUSED_PICTURE = "planted: the vision tower takes no picture"
 
 Sampled = list[SampledToken | WorkbenchError]
 Step = Callable[[StepInput], Sampled]
-Encode = Callable[[Sequence[EncodeImage]], None]
+Encode = Callable[..., None]  # images, and which rows of one where it is encoded in parts
 
 
 def plant(commands: RankCommands, *, fault: str, **options: Any) -> None:
@@ -76,10 +76,10 @@ def _refuse_text(runner: RankRunner, *, num_tokens: int) -> None:
 def _refuse_pictures(runner: RankRunner) -> None:
     """No picture can be encoded."""
 
-    def refuse(encode: Encode, images: Sequence[EncodeImage]) -> None:
+    def refuse(encode: Encode, images: Sequence[EncodeImage], *rows: tuple[int, int]) -> None:
         if images:
             raise ImageError(REFUSED_PICTURE)
-        encode(images)
+        encode(images, *rows)
 
     runner.encode_images = partial(refuse, runner.encode_images)  # type: ignore[method-assign]
 
@@ -87,8 +87,8 @@ def _refuse_pictures(runner: RankRunner) -> None:
 def _blind(runner: RankRunner) -> None:
     """Every picture is black by the time the vision tower sees it."""
 
-    def darken(encode: Encode, images: Sequence[EncodeImage]) -> None:
-        encode([(key, np.zeros_like(patches), grid) for key, patches, grid in images])
+    def darken(encode: Encode, images: Sequence[EncodeImage], *rows: tuple[int, int]) -> None:
+        encode([(key, np.zeros_like(patches), grid) for key, patches, grid in images], *rows)
 
     runner.encode_images = partial(darken, runner.encode_images)  # type: ignore[method-assign]
 

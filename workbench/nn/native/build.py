@@ -17,8 +17,10 @@ from pathlib import Path
 
 __all__ = ["BuildError", "SOURCES", "cache_folder", "load_library"]
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "matrices.h", "vectors.h"))
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+NAMES = ("kernels.cpp", "experts.h", "norms.h", "router.h", "matrices.h", "vectors.h")
+SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
+# Products are rounded before they are added, as torch does, except where a kernel asks for both at once.
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 COMPILERS = ("g++", "clang++", "c++")
 LIMIT_S = 300.0  # for one compilation, and for waiting for another process that compiles the same
 

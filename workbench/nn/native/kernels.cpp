@@ -4,190 +4,53 @@
 // result is one dot product of its own, its terms added in an order that depends on nothing but the number of columns,
 // so a token's result is the same to the bit whoever else is computed beside it. Sums are float32.
 //
-//   linear    y = x W^T
-//   experts   down(activation(gate x, up x)) of each token and each expert it visits
+//   linear    y = x W^T, of one matrix or of several that read the same x
+//   experts   see experts.h
 //   attend    softmax(scale q k^T, sink) v of one new token of each sequence, over exactly the rows it sees
+//
+// and, so that a layer is a few calls, what stands between them: norms and turned heads (norms.h), routers (router.h).
 //
 // Threads come from the OpenMP runtime that is loaded already (torch's), so no second pool waits beside it.
 
-#include "matrices.h"
+#include <omp.h>
+
+#include "experts.h"
+#include "norms.h"
+#include "router.h"
 
 namespace {
 
-constexpr long ROWS_OF_ITEM = 48;  // rows of a matrix that one work item takes: a multiple of 3 and 4
-constexpr long LEAST_WORK = 1 << 16;  // multiplications below which a second thread costs more than it brings
-
-// Rows of `T` as float32 with zeros behind, and pointers to them.
-struct WideRows {
-  std::vector<float> values;
-  std::vector<const float*> rows;
-  template <class T>
-  void fill(const typename T::Value* x, long num, long columns, long stride) {
-    const long width = padded(columns);
-    values.assign(num * width, 0.0f);
-    rows.resize(num);
-    for (long i = 0; i < num; i++) {
-      float* row = values.data() + i * width;
-      for (long j = 0; j < columns; j++) row[j] = T::wide(x[i * stride + j]);
-      rows[i] = row;
-    }
-  }
+template <class W>
+struct Product {
+  W matrix;
+  void* y;  // (num, rows)
+  long rows;
 };
 
-inline long items_of(long rows) { return (rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM; }
-
 template <class T, class W>
-void linear(const void* x, const W& w, void* y, long num, long rows, long columns, int threads) {
+void linear(const void* x, const Product<W>* products, long num_products, long num, long columns, int threads) {
   static thread_local WideRows wide;
   wide.fill<T>((const typename T::Value*)x, num, columns, columns);
   const float* const* in = wide.rows.data();
-  auto* out = (typename T::Value*)y;
-  const long items = items_of(rows);
+  long items = 0, rows = 0;
+  for (long i = 0; i < num_products; i++) {
+    items += items_of(products[i].rows);
+    rows += products[i].rows;
+  }
   if (num * rows * columns < LEAST_WORK) threads = 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<float> found(num * ROWS_OF_ITEM);
 #pragma omp for schedule(dynamic, 1)
     for (long item = 0; item < items; item++) {
-      const long first = item * ROWS_OF_ITEM, last = std::min(rows, first + ROWS_OF_ITEM);
-      dots(in, num, w, columns, first, last, found.data(), ROWS_OF_ITEM);
+      const Product<W>* own = products;
+      long place = item;
+      for (; place >= items_of(own->rows); own++) place -= items_of(own->rows);
+      const long first = place * ROWS_OF_ITEM, last = std::min(own->rows, first + ROWS_OF_ITEM);
+      dots(in, num, own->matrix, columns, first, last, found.data(), ROWS_OF_ITEM);
+      auto* out = (typename T::Value*)own->y;
       for (long m = 0; m < num; m++)
-        for (long n = first; n < last; n++) out[m * rows + n] = T::narrow(found[m * ROWS_OF_ITEM + n - first]);
-    }
-  }
-}
-
-struct Activation {
-  int kind;  // 0 situ, 1 silu, 2 swiglu_oai; see nn/activation.py
-  float beta, linear_beta, alpha, limit;  // limit: infinity where there is none
-
-  void operator()(const float* gate, const float* up, float* out, long num) const {
-    long i = 0;
-    for (; i + LANES <= num; i += LANES) store(out + i, of(load(gate + i), load(up + i)));
-    if (i < num) {
-      float g[LANES] = {}, u[LANES] = {}, y[LANES];
-      std::copy(gate + i, gate + num, g);
-      std::copy(up + i, up + num, u);
-      store(y, of(load(g), load(u)));
-      std::copy(y, y + num - i, out + i);
-    }
-  }
-
-  vf of(vf g, vf u) const {
-    g = g > all(limit) ? all(limit) : g;
-    u = u > all(limit) ? all(limit) : u;
-    u = u < all(-limit) ? all(-limit) : u;
-    if (kind == 1) return g / (exponential(-g) + 1.0f) * u;
-    if (kind == 2) return g / (exponential(g * -alpha) + 1.0f) * (u + 1.0f);
-    const vf sigmoid = 1.0f / (exponential(-g) + 1.0f);
-    float a[LANES], c[LANES];
-    for (int i = 0; i < LANES; i++) {
-      a[i] = std::tanh(g[i] / beta);
-      c[i] = std::tanh(u[i] / linear_beta);
-    }
-    return load(a) * sigmoid * load(c) * (beta * linear_beta);
-  }
-};
-
-template <class T>
-Dense<T> matrix_of(const Dense<T>& first, long expert, long rows, long columns) {
-  return {first.values + expert * rows * columns, columns};
-}
-
-inline Packed4 matrix_of(const Packed4& first, long expert, long rows, long columns) {
-  const long groups = (columns + BLOCK - 1) / BLOCK;
-  return {first.codes + expert * rows * (columns / 2), first.scales + expert * rows * groups, columns};
-}
-
-struct Hit {
-  long expert, first, count;  // of the pairs, ordered by expert
-};
-
-template <class T, class W>
-void experts(const void* x, long num_tokens, long top_k, bool is_per_pair, const int64_t* slots, const W& w1,
-             const W& w2, const W& w3, const void* b1, const void* b2, const void* b3, long num_experts, long width,
-             long latent, const Activation& activation, void* y, int threads) {
-  using Value = typename T::Value;
-  static thread_local WideRows wide;
-  static thread_local std::vector<long> counts, order;
-  static thread_local std::vector<Hit> found;
-  static thread_local std::vector<float> inner_values;
-  static thread_local std::vector<const float*> in_rows, inner_rows;
-
-  const long pairs = num_tokens * top_k, inner_width = padded(width);
-  wide.fill<T>((const Value*)x, is_per_pair ? pairs : num_tokens, latent, latent);
-  counts.assign(num_experts + 1, 0);
-  for (long p = 0; p < pairs; p++)
-    if (slots[p] >= 0) counts[slots[p] + 1]++;
-  found.clear();
-  for (long e = 0; e < num_experts; e++) {
-    if (counts[e + 1]) found.push_back({e, counts[e], counts[e + 1]});
-    counts[e + 1] += counts[e];
-  }
-  order.resize(pairs);
-  in_rows.resize(pairs);
-  inner_rows.resize(pairs);
-  inner_values.assign(pairs * inner_width, 0.0f);
-  for (long p = 0; p < pairs; p++) {
-    if (slots[p] < 0) continue;
-    const long place = counts[slots[p]]++;
-    order[place] = p;
-    in_rows[place] = wide.rows[is_per_pair ? p : p / top_k];
-    inner_rows[place] = inner_values.data() + place * inner_width;
-  }
-  auto* out = (Value*)y;
-  for (long p = 0; p < pairs; p++)
-    if (slots[p] < 0) std::memset((void*)(out + p * latent), 0, latent * sizeof(Value));
-
-  const long num_found = long(found.size()), up_items = items_of(width), down_items = items_of(latent);
-  if (pairs * width * latent < LEAST_WORK) threads = 1;
-  // Names of their own: a thread-local variable would be another one in each thread of the team.
-  const Hit* hits = found.data();
-  const float* const* in = in_rows.data();
-  const float* const* inner = inner_rows.data();
-  float* inner_base = inner_values.data();
-  const long* pair_of = order.data();
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    std::vector<float> both;
-#pragma omp for schedule(dynamic, 1)
-    for (long item = 0; item < num_found * up_items; item++) {
-      const Hit hit = hits[item / up_items];
-      const long first = item % up_items * ROWS_OF_ITEM, last = std::min(width, first + ROWS_OF_ITEM);
-      both.assign(2 * hit.count * ROWS_OF_ITEM, 0.0f);
-      float* gate = both.data();
-      float* up = gate + hit.count * ROWS_OF_ITEM;
-      dots(in + hit.first, hit.count, matrix_of(w1, hit.expert, width, latent), latent, first, last, gate, ROWS_OF_ITEM);
-      dots(in + hit.first, hit.count, matrix_of(w3, hit.expert, width, latent), latent, first, last, up, ROWS_OF_ITEM);
-      const auto round = [=](float* values, const void* bias) {
-        for (long m = 0; m < hit.count; m++)
-          for (long n = first; n < last; n++) {
-            float& value = values[m * ROWS_OF_ITEM + n - first];
-            if (bias) value += T::wide(((const Value*)bias)[hit.expert * width + n]);
-            value = T::wide(T::narrow(value));
-          }
-      };
-      round(gate, b1);
-      round(up, b3);
-      for (long m = 0; m < hit.count; m++) {
-        float* row = inner_base + (hit.first + m) * inner_width + first;
-        activation(gate + m * ROWS_OF_ITEM, up + m * ROWS_OF_ITEM, row, last - first);
-        for (long n = 0; n < last - first; n++) row[n] = T::wide(T::narrow(row[n]));
-      }
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (long item = 0; item < num_found * down_items; item++) {
-      const Hit hit = hits[item / down_items];
-      const long first = item % down_items * ROWS_OF_ITEM, last = std::min(latent, first + ROWS_OF_ITEM);
-      both.assign(hit.count * ROWS_OF_ITEM, 0.0f);
-      dots(inner + hit.first, hit.count, matrix_of(w2, hit.expert, latent, width), width, first, last, both.data(),
-           ROWS_OF_ITEM);
-      for (long m = 0; m < hit.count; m++)
-        for (long n = first; n < last; n++) {
-          float value = both[m * ROWS_OF_ITEM + n - first];
-          if (b2) value += T::wide(((const Value*)b2)[hit.expert * latent + n]);
-          out[pair_of[hit.first + m] * latent + n] = T::narrow(value);
-        }
+        for (long n = first; n < last; n++) out[m * own->rows + n] = T::narrow(found[m * ROWS_OF_ITEM + n - first]);
     }
   }
 }
@@ -228,12 +91,39 @@ inline void mix_columns(const float* const* weights, const typename T::Value* va
 }
 
 struct Rows {
-  const void* const* first;  // of each sequence
+  const void* const* first;  // of each sequence, or of the pool that all share
   long token, head;          // values from one token, and one head, to the next
 };
 
+// Which rows each sequence sees, and where they lie: side by side in memory of its own, or in pages of a pool, where
+// token t of slot s is row  pages[s * width + t / tokens] * tokens + t % tokens.
+struct Places {
+  const int64_t* seen;   // of each sequence: its slot, the first token that it sees, and the one behind the last
+  const int64_t* pages;  // null: memory of its own
+  long width, tokens;    // entries of a slot's table, tokens of a page
+
+  long length(long s) const { return seen[3 * s + 2] - seen[3 * s + 1]; }
+  long of(long s) const { return pages ? 0 : s; }
+
+  // run(t, row, count) for each stretch of tokens whose rows lie side by side; t counts from the first that is seen.
+  template <class F>
+  void each_run(long s, F run) const {
+    const long first = seen[3 * s + 1], stop = seen[3 * s + 2];
+    if (!pages) return run(0L, first, stop - first);
+    const int64_t* own = pages + seen[3 * s] * width;
+    for (long t = first; t < stop;) {
+      long page = t / tokens;
+      const long row = own[page] * tokens + t % tokens;
+      while ((page + 1) * tokens < stop && own[page + 1] == own[page] + 1) page++;
+      const long end = std::min(stop, (page + 1) * tokens);
+      run(t - first, row, end - t);
+      t = end;
+    }
+  }
+};
+
 template <class T>
-void attend(const void* q, const Rows& keys, const Rows& values, const int64_t* lengths, long num_sequences,
+void attend(const void* q, const Rows& keys, const Rows& values, const Places& places, long num_sequences,
             long num_heads, long num_kv_heads, long width, long v_width, float scale, const float* sinks, void* y,
             int threads) {
   using Value = typename T::Value;
@@ -247,7 +137,7 @@ void attend(const void* q, const Rows& keys, const Rows& values, const int64_t* 
   const long per_group = (share + heads_of_item - 1) / heads_of_item;
   const long items = num_sequences * num_kv_heads * per_group;
   long work = 0;
-  for (long s = 0; s < num_sequences; s++) work += lengths[s] * num_heads * (width + v_width);
+  for (long s = 0; s < num_sequences; s++) work += places.length(s) * num_heads * (width + v_width);
   if (work < LEAST_WORK) threads = 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
@@ -256,13 +146,16 @@ void attend(const void* q, const Rows& keys, const Rows& values, const int64_t* 
     for (long item = 0; item < items; item++) {
       const long s = item / (num_kv_heads * per_group), group = item / per_group % num_kv_heads;
       const long head = group * share + item % per_group * heads_of_item;
-      const long count = std::min(heads_of_item, (group + 1) * share - head), length = lengths[s];
+      const long count = std::min(heads_of_item, (group + 1) * share - head), length = places.length(s);
       const long room = (length + LANES - 1) / LANES * LANES;
       score_values.assign(count * room, -std::numeric_limits<float>::infinity());
       sums.assign(count * v_width, 0.0f);
       float* scores = score_values.data();
-      const Dense<T> own_keys{(const Value*)keys.first[s] + group * keys.head, keys.token};
-      dots(queries + s * num_heads + head, count, own_keys, width, 0, length, scores, room);
+      const auto* own_keys = (const Value*)keys.first[places.of(s)] + group * keys.head;
+      places.each_run(s, [&](long t, long row, long num) {
+        const Dense<T> rows{own_keys + row * keys.token, keys.token};
+        dots(queries + s * num_heads + head, count, rows, width, 0, num, scores + t, room);
+      });
       const float* weights[HEADS_OF_ITEM];
       float* out[HEADS_OF_ITEM];
       float totals[HEADS_OF_ITEM];
@@ -284,14 +177,17 @@ void attend(const void* q, const Rows& keys, const Rows& values, const int64_t* 
         weights[h] = row;
         out[h] = sums.data() + h * v_width;
       }
-      const auto* own_values = (const Value*)values.first[s] + group * values.head;
-      for (long first = 0; first < length; first += TOKENS_OF_PASS) {
-        const long last = std::min(length, first + TOKENS_OF_PASS);
-        long h = 0;
-        for (; h + 2 <= count; h += 2)
-          mix_columns<T, 2>(weights + h, own_values, values.token, first, last, out + h, v_width);
-        if (h < count) mix_columns<T, 1>(weights + h, own_values, values.token, first, last, out + h, v_width);
-      }
+      const auto* own_values = (const Value*)values.first[places.of(s)] + group * values.head;
+      places.each_run(s, [&](long t, long row, long num) {
+        const auto* shifted = own_values + (row - t) * values.token;  // so that token t has its row
+        for (long first = t; first < t + num; first += TOKENS_OF_PASS) {
+          const long last = std::min(t + num, first + TOKENS_OF_PASS);
+          long h = 0;
+          for (; h + 2 <= count; h += 2)
+            mix_columns<T, 2>(weights + h, shifted, values.token, first, last, out + h, v_width);
+          if (h < count) mix_columns<T, 1>(weights + h, shifted, values.token, first, last, out + h, v_width);
+        }
+      });
       auto* result = (Value*)y + (s * num_heads + head) * v_width;
       for (long h = 0; h < count; h++)
         for (long c = 0; c < v_width; c++) result[h * v_width + c] = T::narrow(out[h][c] / totals[h]);
@@ -316,28 +212,66 @@ int with_type(int kind, F run) {
 // Each returns 0, or 1 for a kind that is not built here. `kind` is that of x and y; `codes` and `scales` hold a matrix
 // of that kind, or (is_packed) of MXFP4.
 
-extern "C" int workbench_linear(int kind, int is_packed, const void* x, const void* codes, const void* scales, void* y,
-                                long num, long rows, long columns, int threads) {
+extern "C" int workbench_linear(int kind, int is_packed, const void* x, const void* const* codes,
+                                const void* const* scales, void* const* y, const long* rows, long num_products, long num,
+                                long columns, int threads) {
   return with_type(kind, [=](auto type) {
     using T = decltype(type);
+    const auto run = [=](auto matrix_at) {
+      std::vector<Product<decltype(matrix_at(0))>> products;
+      for (long i = 0; i < num_products; i++) products.push_back({matrix_at(i), y[i], rows[i]});
+      linear<T>(x, products.data(), num_products, num, columns, threads);
+    };
     if (is_packed)
-      linear<T>(x, Packed4{(const uint8_t*)codes, (const uint8_t*)scales, columns}, y, num, rows, columns, threads);
+      run([=](long i) { return Packed4{(const uint8_t*)codes[i], (const uint8_t*)scales[i], columns}; });
     else
-      linear<T>(x, Dense<T>{(const typename T::Value*)codes, columns}, y, num, rows, columns, threads);
+      run([=](long i) { return Dense<T>{(const typename T::Value*)codes[i], columns}; });
+  });
+}
+
+extern "C" int workbench_rms_norm(int kind, const void* x, const void* weight, float eps, float offset, void* y, long num,
+                                  long columns, int threads) {
+  return with_type(kind, [=](auto type) {
+    rms_norm<decltype(type)>(x, Norm{weight, eps, offset}, y, num, columns, threads);
+  });
+}
+
+// `sizes`: heads, and values from one token, and one head, to the next, of each table; `settings`: eps and offset.
+extern "C" int workbench_turn_heads(int kind, const void* const* x, void* const* y, const void* const* weights,
+                                    const long* sizes, const float* settings, long num_tables, long num_tokens,
+                                    long width, const float* cos, const float* sin, long pairs, int is_interleaved,
+                                    int threads) {
+  std::vector<Heads> tables;
+  for (long i = 0; i < num_tables; i++)
+    tables.push_back({x[i], y[i], sizes[3 * i], sizes[3 * i + 1], sizes[3 * i + 2],
+                      Norm{weights[i], settings[2 * i], settings[2 * i + 1]}});
+  const Turn turn{cos, sin, pairs, is_interleaved != 0};
+  return with_type(kind, [&](auto type) {
+    turn_heads<decltype(type)>(tables.data(), num_tables, num_tokens, width, turn, threads);
+  });
+}
+
+extern "C" int workbench_route(int kind, const void* x, const void* matrix, const void* bias, const float* correction,
+                               int scoring, int is_renormalised, float scale, int64_t* ids, float* weights,
+                               long num_tokens, long num_experts, long columns, long top_k, int threads) {
+  const Routing routing{scoring, is_renormalised != 0, scale, correction};
+  return with_type(kind, [&](auto type) {
+    route<decltype(type)>(x, matrix, bias, routing, ids, weights, num_tokens, num_experts, columns, top_k, threads);
   });
 }
 
 extern "C" int workbench_experts(int kind, int is_packed, const void* x, long num_tokens, long top_k, int is_per_pair,
                                  const int64_t* slots, const void* const* codes, const void* const* scales,
                                  const void* const* biases, long num_experts, long width, long latent, int activation,
-                                 const float* settings, void* y, int threads) {
+                                 const float* settings, int is_summed, const float* weights, void* y, int threads) {
   const Activation act{activation, settings[0], settings[1], settings[2], settings[3]};
+  const Sums sums{is_summed != 0, weights};
   return with_type(kind, [=](auto type) {
     using T = decltype(type);
     using Value = typename T::Value;
     const auto run = [=](auto w1, auto w2, auto w3) {
       experts<T>(x, num_tokens, top_k, is_per_pair, slots, w1, w2, w3, biases[0], biases[1], biases[2], num_experts,
-                 width, latent, act, y, threads);
+                 width, latent, act, sums, y, threads);
     };
     if (is_packed)
       run(Packed4{(const uint8_t*)codes[0], (const uint8_t*)scales[0], latent},
@@ -350,11 +284,15 @@ extern "C" int workbench_experts(int kind, int is_packed, const void* x, long nu
 }
 
 extern "C" int workbench_attend(int kind, const void* q, const void* const* keys, const void* const* values,
-                                const int64_t* lengths, const long* strides, long num_sequences, long num_heads,
-                                long num_kv_heads, long width, long v_width, float scale, const float* sinks, void* y,
-                                int threads) {
+                                const long* strides, const int64_t* seen, const int64_t* pages, long table_width,
+                                long page_tokens, long num_sequences, long num_heads, long num_kv_heads, long width,
+                                long v_width, float scale, const float* sinks, void* y, int threads) {
   return with_type(kind, [=](auto type) {
-    attend<decltype(type)>(q, Rows{keys, strides[0], strides[1]}, Rows{values, strides[2], strides[3]}, lengths,
-                           num_sequences, num_heads, num_kv_heads, width, v_width, scale, sinks, y, threads);
+    attend<decltype(type)>(q, Rows{keys, strides[0], strides[1]}, Rows{values, strides[2], strides[3]},
+                           Places{seen, pages, table_width, page_tokens}, num_sequences, num_heads, num_kv_heads,
+                           width, v_width, scale, sinks, y, threads);
   });
 }
+
+// The calling thread's team of the runtime ends; its next parallel work gets a new one.
+extern "C" int workbench_end_team() { return omp_pause_resource_all(omp_pause_soft); }

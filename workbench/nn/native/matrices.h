@@ -11,6 +11,16 @@ namespace {
 
 constexpr int TILE = 4;  // rows of x at most, side by side in registers
 constexpr long ROWS_OF_PASS = 32;  // rows of x that a second cache holds, as float32
+constexpr long ROWS_OF_ITEM = 48;  // rows of a matrix that one work item takes: a multiple of 3 and 4
+constexpr long LEAST_WORK = 1 << 16;  // multiplications below which a second thread costs more than it brings
+
+inline long items_of(long rows) { return (rows + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM; }
+
+// Where the rows lie that come next, in bytes: from one block of columns to the next, and from one row.
+struct Ahead {
+  const char* place;  // may lie behind the end: addresses are only hinted at
+  long block, row;
+};
 
 // Matrices. `scale` is taken once per block of columns and handed to `load`.
 
@@ -22,11 +32,11 @@ struct Dense {
   long stride;
   Row row(long i) const { return values + i * stride; }
   static vf scale(Row, long) { return vf{}; }
-  // The same block of a later row: hardware follows a stream within a page, and rows are shorter than pages.
-  static void prefetch(Row later, long block) {
-    const long bytes = BLOCK * sizeof(typename T::Value);
-    const char* place = (const char*)later + block * bytes;
-    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(place + line);
+  static constexpr long block_bytes = BLOCK * sizeof(typename T::Value);
+  // Rows side by side are hinted at from front to back, whatever row a block belongs to: hardware follows one stream.
+  Ahead ahead(long i, long rows, long columns) const {
+    if (stride == columns) return {(const char*)row(i), rows * block_bytes, block_bytes};
+    return {(const char*)row(i), block_bytes, long(stride * sizeof(typename T::Value))};
   }
   static vf load(Row row, long column, vf) { return T::load(row + column); }
   static float one(Row row, long column) { return T::wide(row[column]); }
@@ -55,7 +65,8 @@ struct Packed4 {
   long columns;
   Row row(long i) const { return {codes + i * (columns / 2), scales + i * ((columns + BLOCK - 1) / BLOCK)}; }
   static vf scale(Row row, long block) { return all(SCALES.values[row.scales[block]]); }
-  static void prefetch(Row later, long block) { __builtin_prefetch(later.codes + block * (BLOCK / 2)); }
+  static constexpr long block_bytes = BLOCK / 2;
+  Ahead ahead(long i, long rows, long) const { return {(const char*)row(i).codes, rows * block_bytes, block_bytes}; }
   static float one(Row row, long column) {
     const int code = row.codes[column / 2] >> (column % 2 * 4) & 15;
     const float value = code & 8 ? -MAGNITUDES[code & 7] : MAGNITUDES[code & 7];
@@ -92,14 +103,16 @@ inline long padded(long columns) { return (columns + BLOCK - 1) / BLOCK * BLOCK;
 
 // MR rows of x, each padded with zeros to whole blocks, times NR rows of W, into out[m * stride + n].
 template <class W, int MR, int NR>
-__attribute__((noinline)) void tile(const float* const* x, const typename W::Row* w, const typename W::Row* later,
-                                    long columns, float* out, long stride) {
+__attribute__((noinline)) void tile(const float* const* x, const typename W::Row* w, Ahead ahead, long columns,
+                                    float* out, long stride) {
   vf acc[MR][NR] = {};
   const long whole = columns / BLOCK;
   for (long block = 0; block < whole; block++) {
     vf scales[NR];
     for (int n = 0; n < NR; n++) scales[n] = W::scale(w[n], block);
-    for (int n = 0; n < NR; n++) W::prefetch(later[n], block);
+    for (int n = 0; n < NR; n++)
+      for (long line = 0; line < W::block_bytes; line += 64) __builtin_prefetch(ahead.place + n * ahead.row + line);
+    ahead.place += ahead.block;
 #pragma GCC unroll 4
     for (int step = 0; step < STEPS; step++) {
       const long column = block * BLOCK + step * LANES;
@@ -127,16 +140,16 @@ __attribute__((noinline)) void tile(const float* const* x, const typename W::Row
 }
 
 template <class W, int NR>
-void rows_of_x(const float* const* x, long num, const typename W::Row* w, const typename W::Row* later, long columns,
-               float* out, long stride) {
+void rows_of_x(const float* const* x, long num, const typename W::Row* w, const Ahead& ahead, long columns, float* out,
+               long stride) {
   const long tiles = (num + TILE - 1) / TILE;
   for (long i = 0, m = 0; i < tiles; i++) {
     const long rows = (num - m + tiles - i - 1) / (tiles - i);
     switch (rows) {
-      case 1: tile<W, 1, NR>(x + m, w, later, columns, out + m * stride, stride); break;
-      case 2: tile<W, 2, NR>(x + m, w, later, columns, out + m * stride, stride); break;
-      case 3: tile<W, 3, NR>(x + m, w, later, columns, out + m * stride, stride); break;
-      default: tile<W, 4, NR>(x + m, w, later, columns, out + m * stride, stride);
+      case 1: tile<W, 1, NR>(x + m, w, ahead, columns, out + m * stride, stride); break;
+      case 2: tile<W, 2, NR>(x + m, w, ahead, columns, out + m * stride, stride); break;
+      case 3: tile<W, 3, NR>(x + m, w, ahead, columns, out + m * stride, stride); break;
+      default: tile<W, 4, NR>(x + m, w, ahead, columns, out + m * stride, stride);
     }
     m += rows;
   }
@@ -155,12 +168,10 @@ void decode(typename W::Row row, long columns, float* out) {
 
 template <class W, int NR>
 void rows_of_w(const float* const* x, long num, const W& w, long columns, long n, float* out, long stride) {
-  typename W::Row own[NR], later[NR];
-  for (int j = 0; j < NR; j++) {
-    own[j] = w.row(n + j);
-    later[j] = w.row(n + NR + j);  // may lie behind the end: an address that is only hinted at
-  }
-  if (!W::is_packed || num <= TILE) return rows_of_x<W, NR>(x, num, own, later, columns, out, stride);
+  typename W::Row own[NR];
+  for (int j = 0; j < NR; j++) own[j] = w.row(n + j);
+  if (!W::is_packed || num <= TILE)
+    return rows_of_x<W, NR>(x, num, own, w.ahead(n + NR, NR, columns), columns, out, stride);
   static thread_local std::vector<float> decoded;  // once for all rows of x
   const long width = padded(columns);
   decoded.assign(NR * width, 0.0f);
@@ -169,7 +180,7 @@ void rows_of_w(const float* const* x, long num, const W& w, long columns, long n
     decode<W>(own[j], columns, decoded.data() + j * width);
     wide[j] = decoded.data() + j * width;
   }
-  rows_of_x<Dense<Float>, NR>(x, num, wide, wide, columns, out, stride);
+  rows_of_x<Dense<Float>, NR>(x, num, wide, Ahead{(const char*)wide[0], 0, 0}, columns, out, stride);
 }
 
 // out[m * stride + n - first] = x_m . w_n for all rows of x and rows [first, last) of W, which stay in a cache for one
@@ -187,5 +198,22 @@ void dots(const float* const* x, long num, const W& w, long columns, long first,
     for (; n < last; n++) rows_of_w<W, 1>(x + m, rows, w, columns, n, own + n, stride);
   }
 }
+
+// Rows of `T` as float32 with zeros behind, and pointers to them.
+struct WideRows {
+  std::vector<float> values;
+  std::vector<const float*> rows;
+  template <class T>
+  void fill(const typename T::Value* x, long num, long columns, long stride) {
+    const long width = padded(columns);
+    values.assign(num * width, 0.0f);
+    rows.resize(num);
+    for (long i = 0; i < num; i++) {
+      float* row = values.data() + i * width;
+      for (long j = 0; j < columns; j++) row[j] = T::wide(x[i * stride + j]);
+      rows[i] = row;
+    }
+  }
+};
 
 }  // namespace

@@ -43,6 +43,10 @@ inline vf fma(vf a, vf b, vf c) {
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+  vf y;
+  for (int i = 0; i < LANES; i++) y[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return y;
 #else
   return a * b + c;
 #endif
@@ -98,10 +102,17 @@ struct BFloat {
     if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
+  // By hand where it matters: compilers take a conversion of vectors apart into halves and join those again.
   static vf load(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
     vh half;
     std::memcpy(&half, p, sizeof half);
     return (vf)(__builtin_convertvector(half, vu) << 16);
+#endif
   }
 };
 

@@ -5,6 +5,7 @@
     GET  /health                the process lives and its engine has not failed
     GET  /ready                 it takes requests: not while it shuts down or its model starts again
     GET  /metrics               figures for Prometheus
+    GET  /admin/copies          POST /admin/copies       with an admin key; see `admin`
 
 Nothing slow runs on the event loop: bodies are parsed, texts cut into tokens and pictures decoded in threads, pictures
 in others than texts, so that neither health checks nor plain questions wait behind them.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,6 +25,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from workbench.serving.copies import Copies
+from workbench.serving.fleet import Fleet
+from workbench.serving.http.admin import COPIES, AdminDoor
 from workbench.serving.http.answering import Answering
 from workbench.serving.http.body import parse_object, read_body
 from workbench.serving.http.errors import ApiError
@@ -47,21 +51,28 @@ MODELS = "/v1/models"
 class Api:
     """The interface over a service that is running; `app` is what a server runs. `close` ends its threads."""
 
-    def __init__(self, service: MultimodalInferenceService, settings: ServerSettings) -> None:
+    def __init__(
+        self, service: MultimodalInferenceService, settings: ServerSettings, copies: Copies | None = None
+    ) -> None:
         self.service, self.settings = service, settings
-        info = service.model.info
-        self.gate = Gate(settings, num_slots=info.num_slots * info.dp)
-        self.metrics = Metrics(service.engine, self.gate)
+        info, engine = service.model.info, service.engine
+        fleet = engine if isinstance(engine, Fleet) else None
+        self._copies = copies or fleet
+        self.gate = Gate(
+            settings, num_slots=info.num_slots * info.dp if fleet is None else lambda: max(1, fleet.num_slots)
+        )
+        self.metrics = Metrics(engine, self.gate, self._copies)
         self._created = int(time.time())
         self._texts = ThreadPoolExecutor(settings.prepare_threads, "workbench-text")
         self._pictures = ThreadPoolExecutor(settings.prepare_threads, "workbench-picture")
-        self._handlers: dict[str, tuple[str, Handler]] = {
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._completion),
-            MODELS: ("GET", self._models),
-            "/health": ("GET", self._health),
-            "/ready": ("GET", self._ready),
-            "/metrics": ("GET", self._metrics),
+        self._handlers: dict[str, Mapping[str, Handler]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._completion},
+            MODELS: {"GET": self._models},
+            "/health": {"GET": self._health},
+            "/ready": {"GET": self._ready},
+            "/metrics": {"GET": self._metrics},
+            COPIES: AdminDoor(self.gate, copies).handlers,
         }
         self.app: ASGIApp = Watched(
             self._dispatch,
@@ -78,13 +89,13 @@ class Api:
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, request = scope["path"], Request(scope, receive)
         if path.startswith(f"{MODELS}/"):
-            method, handler = self._handlers[MODELS]
-        elif path in self._handlers:
-            method, handler = self._handlers[path]
-        else:
+            path = MODELS
+        if path not in self._handlers:
             raise ApiError(404, "no such path", code="not_found")
-        if request.method != method and (request.method, method) != ("HEAD", "GET"):
-            raise ApiError(405, f"this path takes {method}", code="method_not_allowed")
+        handlers = self._handlers[path]
+        handler = handlers.get("GET" if request.method == "HEAD" else request.method)
+        if handler is None:
+            raise ApiError(405, f"this path takes {' and '.join(handlers)}", code="method_not_allowed")
         await handler(request, send)
 
     async def _chat(self, request: Request, send: Send) -> None:
@@ -139,14 +150,20 @@ class Api:
 
     async def _health(self, request: Request, send: Send) -> None:
         status = self._engine_status()
-        await self._say(JSONResponse({"status": status}, 503 if status == "failed" else 200), request, send)
+        content = {"status": status, **self._num_copies()}
+        await self._say(JSONResponse(content, 503 if status == "failed" else 200), request, send)
 
     async def _ready(self, request: Request, send: Send) -> None:
         if self.gate.draining_since is not None:
             status = "draining"
         else:
             status = self._engine_status().replace("ok", "ready")
-        await self._say(JSONResponse({"status": status}, 200 if status == "ready" else 503), request, send)
+        content = {"status": status, **self._num_copies()}
+        await self._say(JSONResponse(content, 200 if status == "ready" else 503), request, send)
+
+    def _num_copies(self) -> dict[str, object]:
+        """Copies by state, where there may be several."""
+        return {} if self._copies is None else {"copies": self._copies.num_by_state()}
 
     def _engine_status(self) -> str:
         if self.service.engine.is_recovering:

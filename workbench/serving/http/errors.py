@@ -13,9 +13,11 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from workbench.base import (
+    ChangeUnderWayError,
     DeploymentError,
     ImageError,
     ModelRestartingError,
+    NoRoomError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
@@ -64,6 +66,8 @@ def api_error(error: BaseException, *, retry_after_s: int = 1) -> ApiError:
         return ApiError(400, str(error), code="invalid_image", param="messages")
     if isinstance(error, PromptTooLongError):
         return ApiError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, ChangeUnderWayError):
+        return ApiError(409, str(error), code="change_under_way", retry_after_s=retry_after_s)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, ValidationError):
@@ -75,6 +79,8 @@ def api_error(error: BaseException, *, retry_after_s: int = 1) -> ApiError:
     if isinstance(error, ModelRestartingError):
         text = "the model is starting again after a failure"
         return ApiError(503, text, code="model_restarting", retry_after_s=retry_after_s)
+    if isinstance(error, NoRoomError):  # told to holders of an admin key alone, who are to see the numbers
+        return ApiError(422, str(error), code="insufficient_memory")
     if isinstance(error, DeploymentError):
         return ApiError(
             503, f"the model is not available: {type(error).__name__}", code="model_failed", retry_after_s=retry_after_s

@@ -42,10 +42,15 @@ class Gate:
     """Keys, rates and places. Used from the event loop alone, so it needs no lock."""
 
     def __init__(
-        self, settings: ServerSettings, *, num_slots: int, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: ServerSettings,
+        *,
+        num_slots: int | Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`num_slots`: answers that may be under way at once; to be asked for where it changes while serving."""
         self.settings = settings
-        self.num_slots = num_slots
+        self._num_slots = num_slots
         self.num_inside = 0
         self.draining_since: float | None = None
         self._clock = clock
@@ -57,6 +62,10 @@ class Gate:
         }
         self._inside: Counter[str] = Counter()  # by holder, of those with a quota
         self._mean_s = 1.0  # of the requests that ended lately
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots() if callable(self._num_slots) else self._num_slots
 
     @property
     def capacity(self) -> int:
@@ -71,13 +80,23 @@ class Gate:
         """Whose key it is; None where none is needed. Raises ApiError where it is missing or unknown."""
         if not self.settings.api_keys:
             return None
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="missing_api_key")
         # Looked up by digest, so that the time it takes says nothing about how much of a guess was right.
-        holder = self.settings.api_keys.get(key_digest(key.strip()))
+        holder = self.settings.api_keys.get(key_digest(_bearer(authorization)))
         if holder is None:
             raise ApiError(401, "unknown API key", code="invalid_api_key")
+        return holder
+
+    def admin(self, authorization: str | None) -> str:
+        """Whose admin key it is. Raises ApiError: 401 for a key that is missing or unknown, 403 for one that lets in
+        questions alone, and for any where no admin key is set."""
+        if not self.settings.admin_keys:
+            raise ApiError(403, "this server has no admin key, so nobody may do this", code="admin_disabled")
+        key = _bearer(authorization)
+        holder = self.settings.admin_keys.get(key_digest(key))
+        if holder is None and key_digest(key) in self.settings.api_keys:
+            raise ApiError(403, "this key lets in questions, and does not let its holder do this", code="not_admin")
+        if holder is None:
+            raise ApiError(401, "unknown admin key", code="invalid_api_key")
         return holder
 
     def drain(self) -> None:
@@ -126,3 +145,10 @@ class Gate:
             if name in self.settings.quotas:
                 self._inside[name] -= 1
             self._mean_s += 0.1 * (self._clock() - start - self._mean_s)
+
+
+def _bearer(authorization: str | None) -> str:
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="missing_api_key")
+    return key.strip()

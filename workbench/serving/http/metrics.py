@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from workbench.serving.copies import Copies
 from workbench.serving.engine import Engine
 from workbench.serving.fleet import Fleet
 from workbench.serving.http.gate import Gate
@@ -21,7 +22,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 class Metrics:
     """One registry per server, so that several may live in one process."""
 
-    def __init__(self, engine: Engine | Fleet, gate: Gate) -> None:
+    def __init__(self, engine: Engine | Fleet, gate: Gate, copies: Copies | Fleet | None = None) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter(
@@ -47,7 +48,7 @@ class Metrics:
             "workbench_image_tokens", "Prompt tokens that stand for pictures", registry=registry
         )
         self.completion_tokens = Counter("workbench_completion_tokens", "Generated tokens", registry=registry)
-        self.registry.register(_EngineState(engine, gate))
+        self.registry.register(_EngineState(engine, gate, copies))
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -62,8 +63,8 @@ class Metrics:
 
 
 class _EngineState(Collector):
-    def __init__(self, engine: Engine | Fleet, gate: Gate) -> None:
-        self._engine, self._gate = engine, gate
+    def __init__(self, engine: Engine | Fleet, gate: Gate, copies: Copies | Fleet | None) -> None:
+        self._engine, self._gate, self._copies = engine, gate, copies
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -81,6 +82,11 @@ class _EngineState(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"workbench_{name}", text, value=value)
+        if self._copies is not None:
+            copies = GaugeMetricFamily("workbench_copies", "Copies of the model by state", labels=["state"])
+            for state, number in self._copies.num_by_state().items():
+                copies.add_metric([state], number)
+            yield copies
         counters = {
             "prefix_cached_tokens": (
                 "Prompt tokens that kept beginnings saved from being read",

@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 import uvicorn
 
 from workbench.base import DeploymentError
+from workbench.serving.copies import Copies
 from workbench.serving.http.api import Api
 from workbench.serving.http.connection import connection_class
 from workbench.serving.http.settings import ServerSettings
@@ -55,10 +56,16 @@ class HttpServer:
     """
 
     def __init__(
-        self, service: MultimodalInferenceService, settings: ServerSettings, *, bound: socket.socket | None = None
+        self,
+        service: MultimodalInferenceService,
+        settings: ServerSettings,
+        *,
+        bound: socket.socket | None = None,
+        copies: Copies | None = None,
     ) -> None:
+        """`copies`: what the admin door changes; it stays open, too."""
         self.settings = settings
-        self.api = Api(service, settings)
+        self.api = Api(service, settings, copies)
         self._socket = bound
         self._thread: threading.Thread | None = None
         self._server = _Uvicorn(

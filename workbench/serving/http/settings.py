@@ -21,6 +21,7 @@ ORIGIN = re.compile(r"https?://[a-z0-9.-]+(:[0-9]{1,5})?")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
     """`model` is the name that clients ask for. `api_keys` has the sha256 of each key and its holder; empty: no keys.
+    `admin_keys`, of the same form, are for the number of copies alone; empty: nobody changes it.
 
     Sizes are bytes, times seconds. `max_waiting` requests may wait beyond those that have a slot; the next one is told
     to come back. `requests_per_minute` holds per key (per address where there are no keys), None for no limit.
@@ -32,6 +33,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Mapping[str, str] = field(default_factory=dict)
+    admin_keys: Mapping[str, str] = field(default_factory=dict)
     thinking: bool | None = None  # unless a request says so; None: as the service does
     default_max_tokens: int = 1024
 
@@ -72,6 +74,8 @@ class ServerSettings:
         times = (self.header_timeout_s, self.body_timeout_s, self.write_timeout_s, self.request_timeout_s)
         if min(times) <= 0 or self.drain_timeout_s < 0:
             raise ConfigError("times must be above 0", found=str(self))
+        if set(self.admin_keys) & set(self.api_keys):
+            raise ConfigError("a key cannot be both an API key and an admin key", next_step="Use one of its own")
         if strangers := set(self.quotas) - set(self.api_keys.values()):
             raise ConfigError("quotas of holders without a key", found=", ".join(sorted(strangers)))
         for origin in self.image_origins:
