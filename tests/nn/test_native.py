@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_tiny import draw, held
 from nn_tiny import MOE, assert_near, batch_of, random_ids, tiny_cache, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.nn import SCHEMES, Linear, native
+from workbench.nn import Linear, native
 from workbench.nn.moe import Experts
 from workbench.nn.native import build, calls, dispatch
-from workbench.nn.native.calls import KINDS, Held, Kernels
+from workbench.nn.native.calls import KINDS, Kernels
 from workbench.nn.native.trial import TOLERANCE, attend_reference, experts_reference, faults, seen_rows, wide
 from workbench.nn.pages import PageTables
 from workbench.nn.precision import Precision
@@ -36,18 +37,6 @@ def kernels() -> Kernels:
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setattr(dispatch, "LEAST_WEIGHTS", 0)
-
-
-def draw(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def held(rows: tuple[int, ...], dtype: torch.dtype, *, is_packed: bool, seed: int = 4) -> Held:
-    values = draw(*rows, seed=seed) / rows[-1] ** 0.5
-    if not is_packed:
-        return values.to(dtype), None
-    parts = SCHEMES["mxfp4"].encode(values)
-    return parts["weight_packed"], parts["weight_scale"]
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "mxfp4"])

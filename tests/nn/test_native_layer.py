@@ -9,15 +9,16 @@ from functools import reduce
 
 import pytest
 import torch
+from native_tiny import draw, held
 from nn_tiny import assert_near, batch_of, fill, random_ids, tiny_cache
 from torch import Tensor
 
-from workbench.nn import SCHEMES, Linear, native
+from workbench.nn import Linear, native
 from workbench.nn.linear import products
 from workbench.nn.model import Model, TiedHead
 from workbench.nn.moe import Experts
 from workbench.nn.native import dispatch
-from workbench.nn.native.calls import KINDS, HeadNorm, Held, Kernels
+from workbench.nn.native.calls import KINDS, HeadNorm, Kernels
 from workbench.nn.native.trial import (
     TOLERANCE,
     rms_norm_reference,
@@ -43,10 +44,6 @@ def kernels() -> Kernels:
     if found is None:
         pytest.skip("no native kernels here: no compiler, or switched off")
     return found
-
-
-def draw(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def by_torch(run) -> Tensor:
@@ -259,14 +256,6 @@ def test_experts_give_what_their_torch_path_gives(monkeypatch: pytest.MonkeyPatc
 
 
 # several products
-
-
-def held(rows: tuple[int, ...], dtype: torch.dtype, *, is_packed: bool, seed: int) -> Held:
-    values = draw(*rows, seed=seed) / rows[-1] ** 0.5
-    if not is_packed:
-        return values.to(dtype), None
-    parts = SCHEMES["mxfp4"].encode(values)
-    return parts["weight_packed"], parts["weight_scale"]
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "mxfp4"])
