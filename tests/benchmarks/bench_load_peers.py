@@ -5,9 +5,10 @@
 
 A Qwen3-MoE checkpoint in bf16 is generated (random values, one layer a file) that every loader can read, and deleted
 afterwards. Each run is a process of its own; imports, and an empty model where one is needed, are made before the clock
-starts. The ways take turns in every round, so that a slow minute of the machine hits all of them; ratios are of medians
-of one invocation. Cold: the pages of the files are dropped (posix_fadvise) and how many are left is printed; a host may
-still cache below the guest. Warm: the files are read once before.
+starts. The ways take turns in every round, which begins with another of them each time, so that a slow minute of the
+machine hits all of them; ratios are of medians of one invocation. Cold: the pages of the files are dropped
+(posix_fadvise, until none is left) and what share is left is printed; a host may still cache below the guest. Warm: the
+files are read once before.
 
 All ways end with every byte in memory of the process's own, held until the clock has stopped; `own` is how much of the
 bytes is (growth of RssAnon). safetensors.torch.load_file alone does not, on a CPU: its tensors are a mapping of the
@@ -22,6 +23,7 @@ same 8 MiB of each thread.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import os
@@ -36,10 +38,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from qwen3_moe_files import qwen3_moe_config, shards, write_qwen3_moe
 
 MIB = 1 << 20
+PTR = ctypes.POINTER(ctypes.c_ubyte)
 CALL_BYTES = 8 * MIB  # as workbench.loading.schedule.BATCH_BYTES
+MOST_DROPS = 8  # attempts to make the page cache forget the files
 THREADS = 4  # as workbench.loading.schedule.READERS
 HIDDEN, EXPERT_WIDTH, VOCAB = 2048, 768, 32768
 
@@ -256,23 +261,37 @@ def make_checkpoint(root: Path, num_bytes: int) -> None:
 
 
 def set_cache(root: Path, state: str) -> None:
+    """Cold: until the pages are gone; the kernel keeps those that are not written yet, or that somebody still holds."""
+    for attempt in range(MOST_DROPS):
+        for path in shards(root):
+            fd = os.open(path, os.O_RDONLY)
+            if state == "cold":
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                buffer = bytearray(CALL_BYTES)
+                while os.readv(fd, [buffer]):
+                    pass
+            os.close(fd)
+        if state != "cold" or resident_share(root) == 0:
+            return
+        time.sleep(0.2 * (attempt + 1))
+
+
+def resident_share(root: Path) -> float:
+    """Share of the files' pages that are in the page cache. Asks the kernel for its list (mincore); a read that must
+    not wait says it too, but may itself begin to fetch what it did not find."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    num_pages = num_resident = 0
     for path in shards(root):
-        fd = os.open(path, os.O_RDONLY)
-        if state == "cold":
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        else:
-            buffer = bytearray(CALL_BYTES)
-            while os.readv(fd, [buffer]):
-                pass
-        os.close(fd)
-
-
-def cached_now(root: Path) -> float:
-    from workbench.loading import Extent
-    from workbench.loading.strategy import cached_share
-
-    places = [Extent(p.name, at, 4096, 4096, 1) for p in shards(root) for at in range(0, p.stat().st_size, 64 * MIB)]
-    return cached_share(root, places)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as pages:
+            whole = np.frombuffer(pages, np.uint8)
+            found = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
+            if libc.mincore(ctypes.c_void_p(whole.ctypes.data), ctypes.c_size_t(len(pages)), found.ctypes.data_as(PTR)):
+                raise OSError(ctypes.get_errno(), "mincore")
+            del whole
+            num_pages, num_resident = num_pages + len(found), num_resident + int((found & 1).sum())
+    return num_resident / num_pages
 
 
 def start(python: str, way: str, root: Path, rank: int, world: int) -> subprocess.Popen[str]:
@@ -292,7 +311,7 @@ def measure(python: str, way: str, root: Path, state: str, world: int = 1) -> di
             if each.stdout.readline() != "ready\n":
                 raise RuntimeError(f"{way}: {each.communicate()[1].strip().splitlines()[-1:]}")
         set_cache(root, state)
-        cached = cached_now(root)
+        cached = resident_share(root)
         for each in ranks:
             assert each.stdin is not None
             each.stdin.write("go\n")
@@ -344,9 +363,10 @@ def main() -> None:
         wanted = [way for way in [*WAYS, *PAIRS] if way in options.ways.split(",")]
         runs: dict[tuple[str, str], list[dict[str, float]]] = {}
         missing: set[str] = set()
-        for _ in range(options.repeats):
+        for round in range(options.repeats):
+            first = round * len(wanted) // options.repeats  # whoever comes after a pause finds memory dear on a guest
             for state in options.states.split(","):
-                for way in wanted:
+                for way in wanted[first:] + wanted[:first]:
                     is_peer = way in PEERS or way.endswith("mapped")
                     if way in missing or (is_peer and not options.peers):
                         continue

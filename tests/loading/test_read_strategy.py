@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import importlib
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 from workbench.base import HostBytes, LoadError
 from workbench.checkpoint import Checkpoint
 from workbench.loading import Extent, ShardReader, load_in_pieces, load_rank, prepare_load, strategy
-from workbench.loading.schedule import Batch, Read, Window
+from workbench.loading.schedule import PAGE, Batch, Read, Window
 from workbench.loading.strategy import StrategyProbe, cached_share, choose_strategy, file_system_of, is_network
 from workbench.loading.stream import Writer
 from workbench.placement import Layout
@@ -26,9 +28,7 @@ BIG_WINDOW = 64 * MIB
 
 
 def direct() -> StrategyProbe:
-    probe = StrategyProbe(is_settled=True)
-    probe.is_direct = True
-    return probe
+    return StrategyProbe(is_settled=True, is_direct=True)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,78 @@ def test_bytes_past_the_page_cache_are_the_same_at_any_offset(
         assert reader.bytes_direct == length
 
 
+def _aligned(num_bytes: int, shift: int = 0) -> memoryview:
+    """Memory that begins so many bytes behind a page."""
+    return memoryview(mmap.mmap(-1, num_bytes + PAGE))[shift : shift + num_bytes]
+
+
+@pytest.mark.parametrize(("shift", "is_own"), [(0, True), (64, False)])
+def test_past_the_cache_pages_go_to_the_slot_itself_and_touch_no_neighbour(
+    large_file: tuple[Path, bytes], shift: int, is_own: bool
+) -> None:
+    """Two reads at odd offsets, each where it lies in a page; where the slot does not begin at one, through scratch."""
+    root, data = large_file
+    buffers: list[int] = []
+
+    def watched(fd: int, targets: Sequence[memoryview], offset: int) -> int:
+        buffers.extend(np.frombuffer(x, np.uint8).ctypes.data for x in targets)
+        return os.preadv(fd, targets, offset)
+
+    slot = _aligned(6 * MIB, shift)
+    base = np.frombuffer(slot, np.uint8).ctypes.data
+    place = memoryview(bytearray(MIB + 3))
+    first = Read(Extent("x", 5000, 3 * MIB, 3 * MIB, 1), 5000 - PAGE, (MIB, len(place), 2 * MIB - len(place)))
+    begin = -(-(first.at + 3 * MIB) // PAGE) * PAGE + 77
+    second = Read(Extent("x", 4 * MIB + 77, 2 * MIB, 2 * MIB, 1), begin, (2 * MIB,))
+    reader = ShardReader(root, preadv=watched, strategy=direct())
+    reader.fill(Batch((first, second), (), begin + 2 * MIB), slot, {first.at + MIB: place})
+    reader.close()
+    end = first.at + MIB + len(place)
+    assert slot[first.at : first.at + MIB] == data[5000 : 5000 + MIB]
+    assert place == data[5000 + MIB : 5000 + MIB + len(place)]
+    assert slot[end : first.at + 3 * MIB] == data[5000 + MIB + len(place) : 5000 + 3 * MIB]
+    assert slot[begin : begin + 2 * MIB] == data[4 * MIB + 77 : 6 * MIB + 77]
+    assert reader.bytes_read == 5 * MIB
+    if reader.strategy.is_direct:
+        assert reader.bytes_direct == 5 * MIB
+        assert (buffers == [base, base + begin - 77]) is is_own
+
+
+@pytest.mark.parametrize("gap", [0, 1, PAGE])
+def test_a_read_whose_pages_reach_into_its_neighbours_goes_through_scratch(
+    large_file: tuple[Path, bytes], gap: int
+) -> None:
+    """Bytes that lie in the slot as in a page, but with no page of their own: neither may lose any."""
+    root, data = large_file
+    slot = _aligned(4 * MIB)
+    first = Read(Extent("x", 0, MIB + 100, MIB + 100, 1), 0)
+    second = Read(Extent("x", 3 * MIB + 100 + gap, MIB, MIB, 1), MIB + 100 + gap)
+    for reads in ((first, second), (first,), (second,)):
+        slot[:] = bytes(len(slot))
+        reader = ShardReader(root, strategy=direct())
+        reader.fill(Batch(reads, (), len(slot)), slot)
+        reader.close()
+        for read in reads:
+            wanted = data[read.extent.offset : read.extent.end]
+            assert slot[read.at : read.at + len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int4"])
+def test_a_load_past_the_cache_is_the_same_and_reads_into_its_slots(
+    sound: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setattr(SCHEDULE, "LONG", 1 << 12)
+    monkeypatch.setattr(strategy, "DIRECT_FROM", 1 << 12)
+    checkpoint = Checkpoint.open(sound / "mixed")
+    expected, _, _ = load_rank(checkpoint, Layout(), 0, precision=precision, window_bytes=BIG_WINDOW)
+    monkeypatch.setattr(ShardReader, "_scratch", lambda self: pytest.fail("a long read went through scratch"))
+    monkeypatch.setattr("workbench.loading.load.choose_strategy", lambda *args, **kwargs: direct())
+    model, _, stats = load_rank(checkpoint, Layout(), 0, precision=precision, window_bytes=BIG_WINDOW)
+    for (name, a), b in zip(expected.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+    assert stats.bytes_direct in (0, pytest.approx(stats.bytes_read, rel=0.2))  # 0: no such way here
+
+
 def test_a_file_system_that_refuses_reads_past_the_cache_is_read_through_it(large_file: tuple[Path, bytes]) -> None:
     root, data = large_file
     calls = []
@@ -126,7 +198,7 @@ def test_the_probe_keeps_the_faster_way_and_asks_both_first() -> None:
 
 
 @pytest.mark.parametrize(("on_host", "times", "is_short"), [(True, 2.1, False), (True, 1.9, True), (False, 1.1, False)])
-def test_where_files_and_weights_do_not_fit_together_the_cache_is_no_reason(
+def test_where_files_and_weights_do_not_fit_together_the_cache_is_left_out(
     large_file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch, on_host: bool, times: float, is_short: bool
 ) -> None:
     root, data = large_file
@@ -136,10 +208,7 @@ def test_where_files_and_weights_do_not_fit_together_the_cache_is_no_reason(
     monkeypatch.setattr(strategy, "host_memory", lambda: HostBytes(total=None, available=int(times * len(data))))
     extents = [Extent("x", 0, 4 * MIB, 4 * MIB, 1), Extent("x", 4 * MIB, 4 * MIB, 4 * MIB, 1)]
     probe = choose_strategy(root, extents, is_held_on_host=on_host)
-    while not probe.is_settled:
-        way = probe.wants_direct(8 * MIB)
-        probe.saw(way, 8 * MIB, 1.0)  # neither is faster
-    assert probe.is_direct is is_short
+    assert (probe.is_settled, probe.is_direct) == (is_short, is_short)
 
 
 def test_what_is_cached_or_small_or_on_a_share_is_not_probed(
@@ -158,11 +227,37 @@ def test_what_is_cached_or_small_or_on_a_share_is_not_probed(
     assert choose_strategy(root, extents).is_settled
 
 
-def test_pages_that_were_just_read_are_seen_as_cached(large_file: tuple[Path, bytes]) -> None:
+def test_what_is_cached_is_counted_and_asking_fetches_nothing(large_file: tuple[Path, bytes]) -> None:
+    """Asked twice in a row: a read that must not wait begins to fetch what it does not find, and finds it then."""
+    root, data = large_file
+    extents = [Extent("x", at, MIB, MIB, 1) for at in range(0, 8 * MIB, MIB)]
+    assert (root / "x").read_bytes() == data
+    assert cached_share(root, []) == 0.0
+    if cached_share(root, extents) == 0.0:
+        pytest.skip("this system does not say what it has cached")
+    assert cached_share(root, extents) == 1.0
+    fd = os.open(root / "x", os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    shares = [cached_share(root, extents) for _ in range(3)]
+    os.close(fd)
+    assert shares[0] < 0.5
+    assert shares[1:] == shares[:1] * 2
+    with (root / "x").open("rb") as file:
+        file.seek(4 * MIB)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
+        file.read(2 * MIB)
+    assert cached_share(root, extents) >= shares[0] + 0.2
+
+
+def test_where_nobody_says_what_is_cached_nothing_counts_as_cached(
+    large_file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     root, data = large_file
     assert (root / "x").read_bytes() == data
-    assert cached_share(root, [Extent("x", 0, len(data), len(data), 1)]) in (0.0, 1.0)  # 0 where nobody can say
-    assert cached_share(root, []) == 0.0
+    monkeypatch.setattr(strategy, "CACHESTAT", 100_000)  # no such call
+    assert cached_share(root, [Extent("x", 0, len(data), len(data), 1)]) == 0.0
+    assert cached_share(root, [Extent("gone", 0, 5, 5, 1)]) == 0.0
 
 
 def test_the_file_system_of_a_folder_is_named_and_a_share_is_told(

@@ -184,5 +184,8 @@ def _source_bytes(assignments: Iterable[Assignment]) -> int:
 
 
 def _close(pool: ThreadPoolExecutor, reader: ShardReader) -> None:
-    pool.shutdown(wait=True, cancel_futures=True)
+    try:
+        pool.shutdown(wait=True, cancel_futures=True)
+    except RuntimeError:  # garbage is collected in any thread: this is the reading one, which reads nothing now
+        pool.shutdown(wait=False, cancel_futures=True)
     reader.close()

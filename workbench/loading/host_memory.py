@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 
 from workbench.base import peak_resident_bytes, private_resident_bytes
 
@@ -19,9 +20,14 @@ class HostMemory:
 
     def __init__(self) -> None:
         (self.before, self.mapped), self.peak_before = private_resident_bytes(), peak_resident_bytes()
-        self.highest = self.before
+        self.highest, self._sampled_s = self.before, -1.0
 
-    def sample(self) -> None:
+    def sample(self, *, at_most_every_s: float = 0.0) -> None:
+        """Look now; does nothing where the last look was that short ago."""
+        now = time.monotonic()
+        if now - self._sampled_s < at_most_every_s:
+            return
+        self._sampled_s = now
         private, mapped = private_resident_bytes()
         self.highest, self.mapped = max(self.highest, private), max(self.mapped, mapped)
 

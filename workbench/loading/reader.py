@@ -17,7 +17,7 @@ import statistics
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +27,7 @@ import numpy as np
 from workbench.base import CheckpointError, LoadError
 from workbench.checkpoint.header import open_regular
 from workbench.loading.plan import Extent
-from workbench.loading.schedule import Batch, Read
+from workbench.loading.schedule import PAGE, Batch, Read
 from workbench.loading.strategy import StrategyProbe
 
 __all__ = ["Places", "ReadPolicy", "ShardReader"]
@@ -36,7 +36,6 @@ Preadv = Callable[[int, Sequence[memoryview], int], int]
 Places = Mapping[int, memoryview]  # by where in the slot the bytes would lie otherwise
 OPEN_FILES = 16  # of each thread
 MANY_BUFFERS = 512  # in one call; the kernel takes 1024
-PAGE = 4096
 LONG_COPY = 64 << 10  # bytes from which a copy lets go of the interpreter
 SAMPLES = 32  # short reads that are looked at together
 CONTROL_EVERY = 4  # of them one is accompanied by a read of as many bytes that are in memory
@@ -97,12 +96,11 @@ class ShardReader:
         """Read all extents of a batch to where they belong in the slot, or in `places`. Raises LoadError naming file,
         offset and rank."""
         started = time.perf_counter()
-        for read in batch.reads:
-            targets = _targets(read, slot, places or {})
+        for read, pages in zip(batch.reads, _pages(batch, slot), strict=True):
             if read.extent.count == 1:
-                self._read(read.extent.file, read.extent.offset, targets)
+                self._read(read, slot, places or {}, pages)
             else:
-                self._read_segments(read.extent, targets[0])
+                self._read_segments(read.extent, _targets(read, slot, places or {})[0])
         with self._lock:
             self._busy_s += time.perf_counter() - started
 
@@ -199,25 +197,31 @@ class ShardReader:
                 place = (start + i) * length
                 target[place : place + length] = run[i * stride : i * stride + length]
 
-    def _read(self, file: str, offset: int, targets: list[memoryview]) -> None:
-        """Bytes from `offset` on into one buffer after another."""
-        num_bytes = sum(map(len, targets))
+    def _read(self, read: Read, slot: memoryview, places: Places, pages: memoryview | None) -> None:
+        """One run of bytes to their place in the slot, or to those in `places`."""
+        file, num_bytes = read.extent.file, read.extent.num_bytes
         is_direct = self.strategy.wants_direct(num_bytes)
         started = time.perf_counter()
-        if not (is_direct and self._read_direct(file, offset, targets)):
-            self._fill_from(self._open(file), file, offset, targets)
+        if not (is_direct and self._read_direct(read, slot, places, pages)):
+            self._fill_from(self._open(file), file, read.extent.offset, _targets(read, slot, places))
         self.strategy.saw(is_direct, num_bytes, time.perf_counter() - started)
 
-    def _read_direct(self, file: str, offset: int, targets: list[memoryview]) -> bool:
-        """The same past the page cache, which moves whole pages into aligned memory; False where that cannot be."""
+    def _read_direct(self, read: Read, slot: memoryview, places: Places, pages: memoryview | None) -> bool:
+        """The same past the page cache, which moves whole pages into aligned memory; False where that cannot be.
+
+        `pages`: memory of the slot for all pages of this read, with its bytes where they belong; else scratch is used.
+        """
+        file, offset, end = read.extent.file, read.extent.offset, read.extent.end
         fd = self._open(file, is_direct=True)
         if fd < 0:
             return False
-        scratch, at, end, left = self._scratch(), offset // PAGE * PAGE, offset + sum(map(len, targets)), targets
+        left = [] if pages is not None else _targets(read, slot, places)
+        at = begin = offset // PAGE * PAGE
         while at < end:
-            whole = min(self._scratch_bytes, -(-(end - at) // PAGE) * PAGE)
+            wanted = -(-(end - at) // PAGE) * PAGE
+            buffer = pages[at - begin :] if pages is not None else self._scratch()[: min(self._scratch_bytes, wanted)]
             try:
-                count = self._call(fd, file, [scratch[:whole]], at, end)
+                count = self._call(fd, file, [buffer], at, end)
             except LoadError as error:
                 if at <= offset and isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EINVAL:
                     self.strategy.refuse()
@@ -226,9 +230,13 @@ class ShardReader:
             first, last = max(offset, at), min(at + count, end)
             if last <= first or (last < end and count % PAGE):
                 self._end_of_file(fd, file, max(first, last), end)
-            left = _scatter(scratch[first - at : last - at], left)
+            if pages is None:
+                left = _scatter(buffer[first - at : last - at], left)
             at += count
             self._count(last - first, direct=True)
+        if pages is not None:
+            for place, target in _placed(read, places):
+                _copy(target, slot[place : place + len(target)])
         return True
 
     def _fill_from(self, fd: int, file: str, offset: int, targets: list[memoryview]) -> None:
@@ -315,21 +323,42 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _pages(batch: Batch, slot: memoryview) -> list[memoryview | None]:
+    """For each read, the memory of the slot that takes all pages of the file it touches: None where its bytes lie in
+    the slot otherwise than in a page, or where those around them belong to another read."""
+    reads = batch.reads
+    base = np.frombuffer(slot, np.uint8).__array_interface__["data"][0]
+    before = [0, *(read.at + read.extent.num_bytes for read in reads[:-1])]
+    after = [*(read.at for read in reads[1:]), len(slot)]
+    found: list[memoryview | None] = []
+    for read, low, high in zip(reads, before, after, strict=True):
+        into_page = read.extent.offset % PAGE
+        first, last = read.at - into_page, read.at + read.extent.num_bytes
+        last += -(last - first) % PAGE
+        is_free = read.extent.count == 1 and low <= first and last <= high
+        found.append(slot[first:last] if is_free and (base + first) % PAGE == 0 else None)
+    return found
+
+
+def _placed(read: Read, places: Places) -> Iterator[tuple[int, memoryview]]:
+    """What of one read has a place of its own: where in the slot it would lie otherwise, and that place."""
+    at = read.at
+    for num_bytes in read.pieces if places else ():
+        if at in places:
+            yield at, places[at]
+        at += num_bytes
+
+
 def _targets(read: Read, slot: memoryview, places: Places) -> list[memoryview]:
     """Where the bytes of one read go, in order; what lies side by side in the slot is one buffer."""
-    if not places:
-        return [slot[read.at : read.at + read.extent.num_bytes]]
-    targets, begin, at = [], read.at, read.at
-    for num_bytes in read.pieces:
-        place = places.get(at)
-        if place is not None:
-            if at > begin:
-                targets.append(slot[begin:at])
-            targets.append(place)
-            begin = at + num_bytes
-        at += num_bytes
-    if at > begin:
-        targets.append(slot[begin:at])
+    targets, begin, end = [], read.at, read.at + read.extent.num_bytes
+    for at, place in _placed(read, places):
+        if at > begin:
+            targets.append(slot[begin:at])
+        targets.append(place)
+        begin = at + len(place)
+    if end > begin:
+        targets.append(slot[begin:end])
     return targets
 
 

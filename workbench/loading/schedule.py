@@ -2,7 +2,9 @@
 
     window = staging slots (one is consumed while the others are read into) + scratch of the readers + temporaries
 
-Chunks of one batch lie in the slot in file order, so that neighbours in the file are read in one go.
+Chunks of one batch lie in the slot in file order, so that neighbours in the file are read in one go. Where a read is
+long its bytes lie in the slot as they lie in a page of the file, with the rest of their pages free around them: so it
+can go past the page cache, which moves whole pages, without a copy of what is staged.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from workbench.loading.plan import Assignment, Extent, LoadPlan
 __all__ = ["Batch", "Chunk", "Read", "Window", "schedule"]
 
 ALIGN = 64  # bytes; tensors that are aligned in the file are aligned in the slot
+PAGE = 4096  # bytes that are moved together past the page cache
+LONG = 1 << 20  # bytes of a read that may go past it
 READERS = 4  # threads that read at one time, where the window has room for a slot of each
 SMALL_WINDOW = 32 << 20  # below it one reader and two slots, which keeps rows of any model inside a slot
 BATCH_BYTES = 8 << 20  # of one batch at most, unless a row is larger: what was just read is still in the cache
@@ -95,16 +99,22 @@ class Batch:
 def schedule(plan: LoadPlan, window: Window) -> Iterator[Batch]:
     """Batches in file order. Raises LoadError where a single row does not fit the window."""
     chunks: list[Chunk] = []
-    cost, most = 0, min(window.slot, BATCH_BYTES)
+    cost, most = 0, _room(window)
     for chunk in _chunks(plan, window):
         more = sum(extent.num_bytes + 2 * ALIGN for extent in chunk.extents.values())
         if chunks and cost + more > most:
-            yield _batch(chunks)
+            yield _batch(chunks, window)
             chunks, cost = [], 0
         chunks.append(chunk)
         cost += more
     if chunks:
-        yield _batch(chunks)
+        yield _batch(chunks, window)
+
+
+def _room(window: Window) -> int:
+    """Bytes of a batch, with the rest of two pages left free where there may be long reads."""
+    room = min(window.slot, BATCH_BYTES)
+    return room - 2 * PAGE if room > LONG else room
 
 
 def _chunks(plan: LoadPlan, window: Window) -> Iterator[Chunk]:
@@ -128,7 +138,7 @@ def _rows_that_fit(x: Assignment, window: Window) -> int:
     shared = sum(source.num_bytes for source in x.sources.values() if source.is_shared)
     per_row = x.transform.temporary_bytes * x.num_columns
     rows = 0
-    for slot in (min(window.slot, BATCH_BYTES), window.slot):
+    for slot in (_room(window), window.slot):
         if rows < 1:
             rows = (slot - 2 * ALIGN * len(x.sources) - shared) // x.source_row_bytes
             if per_row:
@@ -145,7 +155,18 @@ def _rows_that_fit(x: Assignment, window: Window) -> int:
     return min(rows, x.num_rows)
 
 
-def _batch(chunks: list[Chunk]) -> Batch:
+def _batch(chunks: list[Chunk], window: Window) -> Batch:
+    batch = _laid_out(chunks, ALIGN)
+    if any(read.extent.count == 1 and read.extent.length >= LONG for read in batch.reads):
+        paged = _laid_out(chunks, PAGE)
+        if -(-paged.used_bytes // PAGE) * PAGE <= window.slot:
+            return paged
+        return _laid_out(chunks, ALIGN)
+    return batch
+
+
+def _laid_out(chunks: list[Chunk], align: int) -> Batch:
+    """All parts of the chunks in file order; says in `Chunk.staged` where they lie."""
     wanted = sorted(
         ((extent, chunk, part) for chunk in chunks for part, extent in chunk.extents.items()),
         key=lambda item: (item[0].file, item[0].offset),
@@ -154,21 +175,14 @@ def _batch(chunks: list[Chunk]) -> Batch:
     end = 0  # of what is placed in the slot so far
     for extent, chunk, part in wanted:
         before = reads[-1].extent if reads else None
-        if (
-            before is not None
-            and before.count == extent.count == 1
-            and (before.file, before.end)
-            == (
-                extent.file,
-                extent.offset,
-            )
-        ):
+        is_next = before is not None and (before.file, before.end) == (extent.file, extent.offset)
+        if before is not None and is_next and before.count == extent.count == 1:
             chunk.staged[part] = end
             joined = before.length + extent.length
             run = Extent(extent.file, before.offset, joined, joined, 1)
             reads[-1] = Read(run, reads[-1].at, (*reads[-1].pieces, extent.num_bytes))
         else:
-            at = -(-end // ALIGN) * ALIGN + (extent.offset % ALIGN if extent.count == 1 else 0)
+            at = -(-end // align) * align + (extent.offset % align if extent.count == 1 else 0)
             chunk.staged[part] = at
             reads.append(Read(extent, at, (extent.num_bytes,)))
             end = at

@@ -15,12 +15,13 @@ from workbench.loading.host_memory import HostMemory, return_freed_memory
 from workbench.loading.ledger import Ledger, SourceRef, Sums, content_sums
 from workbench.loading.plan import SCALES, Assignment, LoadPlan
 from workbench.loading.reader import ShardReader
-from workbench.loading.schedule import Batch, Chunk, Window, schedule
+from workbench.loading.schedule import PAGE, Batch, Chunk, Window, schedule
 from workbench.loading.stages import StageTimes
 
 __all__ = ["LoadProgress", "ProgressCallback", "Throttle", "Writer", "staged_parts", "staging_slots", "stream"]
 
 PROGRESS_INTERVAL_S = 0.1
+SAMPLE_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,10 @@ NOTHING = Filled()
 
 
 def staging_slots(window: Window) -> tuple[Tensor, ...]:
-    """The staging buffers of a load, taken once: buffers taken and freed piece by piece leave holes in the heap."""
-    return tuple(torch.empty(window.slot, dtype=torch.uint8) for _ in range(window.num_slots))
+    """The staging buffers of a load, each beginning at a page, taken once: buffers taken and freed piece by piece leave
+    holes in the heap."""
+    whole = [torch.empty(window.slot + PAGE, dtype=torch.uint8) for _ in range(window.num_slots)]
+    return tuple(x[-x.data_ptr() % PAGE :][: window.slot] for x in whole)
 
 
 def stream(
@@ -97,7 +100,7 @@ def stream(
                 stages.add("wait", began, batch.bytes_by_piece())
                 writer.write(batch, slot, filled)
                 free.append(slot)
-                memory.sample()
+                memory.sample(at_most_every_s=SAMPLE_INTERVAL_S)
                 if any(len(own.rows) < len(chunk.extents) for own, chunk in zip(filled, batch.chunks, strict=True)):
                     # Of temporaries that were let go, the C library keeps what lies between others, a different share
                     # in every process: seen to double what a small window should hold.
