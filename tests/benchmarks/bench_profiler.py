@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_profiler.py [--parts cost link panel] [--model data/k3-nano] [--runs 5] [--seconds 30]
                                               [--budget 0.03] [--redraws 36000]
 
-cost    one rank answers greedily; runs without the profiler, with its hooks alone, and sampling under the budget take
-        turns, and every run is as long as the others. Medians of the time of a step; the parts of a recorded step
-        against the whole.
+cost    one rank answers greedily. Its hooks alone are on for every other answer of a few seconds, a pair at a time in
+        turned order, since the machine drifts by more than they cost; with sampling under the budget and without it
+        takes turns by runs of `--seconds`, as long as it takes to pay for a recorded step. Medians of pairs; what the
+        profiler says of its own cost; the parts of a recorded step against the whole.
 link    two hosts as network namespaces with a link of a set rate (needs root and tc): steps of a set pause and one
         reduction. The share of communication against its closed form, and the same with one rank late on purpose: what
         is late must show as waiting, and the transfer must stay.
@@ -24,9 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from workbench.base import Cell, Table, human
 from workbench.deployment import Deployment
@@ -40,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "cluster"))
 PROMPT = tuple(range(20, 36))
 CHUNK_TOKENS = 64
+PAIR_S, HOOK_PAIRS = 4.0, 4  # of the hooks: seconds of a run, pairs to one of sampling
 HOOKS = "hooks alone"
 BITS_PER_S, DELAY_S = 200e6, 0.0005
 PAYLOAD_BPS = BITS_PER_S / 8 * 8948 / 9014  # Ethernet 14, IPv4 20, TCP 32 of 9014 bytes
@@ -57,40 +60,53 @@ def answer_for(ranks: Deployment, seconds: float) -> list[float]:
     return times
 
 
+def answer_hooked(ranks: Deployment) -> float:
+    """Seconds of a step with the hooks in and nothing recorded beyond the first step, which is no part of it."""
+    with DeploymentProfiler(ranks, with_work=False, every=1 << 40, max_steps=1):
+        answer_for(ranks, 1e-3)
+        return statistics.fmean(answer_for(ranks, PAIR_S))
+
+
 def measure_cost(model: Path, runs: int, seconds: float, budget: float) -> dict[str, object]:
-    ways: dict[str, dict[str, object] | None] = {
-        "without": None,
-        HOOKS: {"every": 1 << 40, "max_steps": 1},
-        f"sampling, budget {budget:g}": {"every": 20, "budget": budget, "max_steps": 1 << 20, "max_events": 1 << 40},
-    }
-    steps: dict[str, list[float]] = {name: [] for name in ways}
+    sampling = f"sampling, budget {budget:g}"
+    options: dict[str, Any] = {"every": 20, "budget": budget, "max_steps": 1 << 20, "max_events": 1 << 40}
+    pairs: dict[str, list[tuple[float, float]]] = {HOOKS: [], sampling: []}  # seconds of a step without, and with
     profiles: list[DeploymentProfile] = []
     with Deployment.start(model, Layout(), num_slots=1, max_tokens=len(PROMPT) + CHUNK_TOKENS, threads=1) as ranks:
+
+        def sampled() -> float:
+            with DeploymentProfiler(ranks, with_work=False, **options) as profiler:
+                own = statistics.fmean(answer_for(ranks, seconds))
+            assert profiler.profile is not None
+            profiles.append(profiler.profile)
+            return own
+
         with DeploymentProfiler(ranks, with_work=False, max_steps=1):  # starts torch's profiler, once a process
             answer_for(ranks, 1.0)
-        for _ in range(runs):
-            for name, options in ways.items():
-                if options is None:
-                    steps[name].append(statistics.fmean(answer_for(ranks, seconds)))
-                    continue
-                with DeploymentProfiler(ranks, with_work=False, **options) as profiler:  # type: ignore[arg-type]
-                    if name == HOOKS:
-                        answer_for(ranks, 1e-3)  # the first step is recorded at once, and is no part of this run
-                    steps[name].append(statistics.fmean(answer_for(ranks, seconds)))
-                assert profiler.profile is not None
-                if name != HOOKS and profiler.profile.ledgers:
-                    profiles.append(profiler.profile)
-    plain = statistics.median(steps["without"])
+        ways: dict[str, tuple[Callable[[], float], float]] = {
+            HOOKS: (lambda: answer_hooked(ranks), PAIR_S),
+            sampling: (sampled, seconds),
+        }
+        for name, (with_it, length) in ways.items():
+            for number in range(runs * (HOOK_PAIRS if name == HOOKS else 1)):
+                if number % 2:
+                    own = with_it()
+                    pairs[name].append((statistics.fmean(answer_for(ranks, length)), own))
+                else:
+                    plain = statistics.fmean(answer_for(ranks, length))
+                    pairs[name].append((plain, with_it()))
+    plain = statistics.median(without for each in pairs.values() for without, _ in each)
     rows: list[tuple[Cell, ...]] = []
     record: dict[str, object] = {"runs": runs, "seconds_a_run": seconds}
-    for name, times in steps.items():
-        median = statistics.median(times)
-        pairs = [own / other - 1 for own, other in zip(times, steps["without"], strict=True)]
-        rows.append((name, len(times), human(median, "s"), f"{statistics.median(pairs):+.2%}"))
-        record[name] = {"step_s": median, "median_of_pairs": statistics.median(pairs), "runs_s": times}
+    for name, each in pairs.items():
+        ratios = [own / without - 1 for without, own in each]
+        spread = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        step = human(statistics.median(own for _, own in each), "s")
+        rows.append((name, len(each), step, f"{spread[1]:+.2%}", f"{spread[0]:+.2%} to {spread[2]:+.2%}"))
+        record[name] = {"median_of_pairs": spread[1], "quartiles": spread, "pairs_s": each}
     recorded = [profile.ranks[0].num_recorded for profile in profiles]
-    note = f"steps recorded a run: {recorded}; asked: at most 3 % when sampling"
-    columns = ("profiler", "runs", "time of a step", "over the run before it without")
+    note = f"a step without: {human(plain, 's')}; steps recorded a run: {recorded}; asked: at most 3 % when sampling"
+    columns = ("profiler", "pairs", "time of a step", "over that without, median", "middle half of the pairs")
     print(Table(title=f"{model.name}, one rank", columns=columns, rows=tuple(rows), note=note).render())
     off = max(abs(ledger.accounted_s / ledger.seconds - 1) for p in profiles for ledger in p.ledgers.values())
     own = [profile.overhead for profile in profiles if profile.overhead is not None]

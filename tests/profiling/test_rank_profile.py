@@ -88,6 +88,16 @@ def test_a_rank_is_profiled_while_it_steps_and_is_as_before_afterwards(commands:
     assert products
 
 
+@pytest.mark.parametrize(("plain_s", "is_room"), [(67.0, False), (132.0, False), (134.0, True)])
+def test_a_step_is_recorded_only_where_the_budget_holds_with_it(commands: Any, plain_s: float, is_room: bool) -> None:
+    """One recorded step and its reading cost 2 s; two may cost 4, which is 3 % of 133 s."""
+    profiler = rank._RankProfiler(commands, rank.ProfileOptions(with_work=False, budget=0.03))
+    profiler.plain = rank._Times(count=1000, seconds=plain_s)
+    profiler.recorded = rank._Times(count=1, seconds=1.0 + plain_s / 1000)
+    profiler.read_s = 1.0
+    assert profiler._has_room() is is_room
+
+
 @pytest.mark.parametrize("budget", [1e-9, None])
 def test_a_budget_that_is_spent_passes_steps_over(commands: Any, budget: float | None) -> None:
     rank.start(commands, with_work=False, budget=budget)

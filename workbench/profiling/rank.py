@@ -175,7 +175,8 @@ class _RankProfiler:
         num_events = sum(ledger.num_events for ledger in self.ledgers)
         if self.options.budget is not None and self.recorded.count:
             added = self.recorded.seconds - self.recorded.count * self.plain.mean + self.read_s
-            if added > self.options.budget * (self.plain.seconds + self.recorded.count * self.plain.mean):
+            with_one_more = added * (1 + 1 / self.recorded.count)
+            if with_one_more > self.options.budget * (self.plain.seconds + self.recorded.count * self.plain.mean):
                 return False
         return self.recorded.count < self.options.max_steps and num_events < self.options.max_events
 

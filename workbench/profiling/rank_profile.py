@@ -19,8 +19,8 @@ class ProfileOptions:
     recorder of operators, which makes that one step slow. `barriers`: see `communication`.
 
     `budget` is the largest share of step time that recording may take: steps that are due are passed over until what
-    the recorded ones cost is no more than that. The first one is recorded at once, so the budget holds over a run that
-    is long enough to pay for it; None for no limit."""
+    the recorded ones cost, and one more would, is no more than that. The first one is recorded at once, so the budget
+    holds over a run that is long enough to pay for it; None for no limit."""
 
     every: int = 1
     max_steps: int = 8
