@@ -15,7 +15,7 @@ from workbench.loading.host_memory import HostMemory, return_freed_memory
 from workbench.loading.ledger import Ledger, SourceRef, Sums, content_sums
 from workbench.loading.plan import SCALES, Assignment, LoadPlan
 from workbench.loading.reader import ShardReader
-from workbench.loading.schedule import PAGE, Batch, Chunk, Window, schedule
+from workbench.loading.schedule import LONG, PAGE, Batch, Chunk, Window, schedule
 from workbench.loading.stages import StageTimes
 
 __all__ = ["LoadProgress", "ProgressCallback", "Throttle", "Writer", "staged_parts", "staging_slots", "stream"]
@@ -56,10 +56,11 @@ NOTHING = Filled()
 
 
 def staging_slots(window: Window) -> tuple[Tensor, ...]:
-    """The staging buffers of a load, each beginning at a page, taken once: buffers taken and freed piece by piece leave
-    holes in the heap."""
-    whole = [torch.empty(window.slot + PAGE, dtype=torch.uint8) for _ in range(window.num_slots)]
-    return tuple(x[-x.data_ptr() % PAGE :][: window.slot] for x in whole)
+    """The staging buffers of a load, those that take long reads beginning at a page; taken once: buffers taken and freed
+    piece by piece leave holes in the heap."""
+    shift = PAGE if window.slot > LONG else 0
+    whole = [torch.empty(window.slot + shift, dtype=torch.uint8) for _ in range(window.num_slots)]
+    return tuple(x[-x.data_ptr() % PAGE if shift else 0 :][: window.slot] for x in whole)
 
 
 def stream(
