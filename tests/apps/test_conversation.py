@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,12 +43,11 @@ def test_pieces_are_shown_before_the_answer_is_whole() -> None:
     steps.close()
 
 
+@pytest.mark.timeout(30)
 def test_waiting_for_the_first_piece_still_yields_so_that_it_can_be_stopped() -> None:
     service = ScriptedService(gate=threading.Semaphore(0))
     steps = stream_answer(service, asked(), Options())
-    started_s = time.monotonic()
     notes = [next(steps).note for _ in range(3)]
-    assert time.monotonic() - started_s < 3 * module.POLL_S + 1.0
     assert all(note.startswith("reading the question") for note in notes)
     assert not service.replies[0].is_closed.is_set()
     steps.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "align"))
 from planted import write_model
 
 from workbench.checkpoint import audit
+from workbench.cli import main
 from workbench.nn.precision_map import read_precision_map
 
 Call = Callable[..., Any]
@@ -25,14 +28,25 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def saved(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
+    """Exit code and output of the alignment of a sound deployment, and the folder of its trace."""
+    output, folder = io.StringIO(), tmp_path_factory.mktemp("saved") / "trace"
+    with contextlib.redirect_stdout(output):
+        code = main(["align", str(root), "--precision", "fp32", "--device", "cpu", "--save", str(folder), "--json"])
+    return code, output.getvalue(), folder
+
+
 @pytest.mark.ranks
-def test_a_sound_deployment_aligns_and_leaves_a_trace(call: Call, root: Path, tmp_path: Path) -> None:
-    done = call("align", root, "--precision", "fp32", "--device", "cpu", "--save", tmp_path / "trace", "--json")
-    assert done.code == 0, done.err
-    assert done.record["passed"] is True
-    assert done.record["guilty"] is None
-    assert json.loads((tmp_path / "trace" / "trace.json").read_text())["dtype"] == "float32"
-    again = call("align", root, "--reference", tmp_path / "trace", "--precision", "bf16", "--device", "cpu")
+def test_a_sound_deployment_aligns_and_leaves_a_trace(
+    call: Call, root: Path, saved: tuple[int, str, Path], tmp_path: Path
+) -> None:
+    code, output, trace = saved
+    assert code == 0, output
+    assert json.loads(output)["passed"] is True
+    assert json.loads(output)["guilty"] is None
+    assert json.loads((trace / "trace.json").read_text())["dtype"] == "float32"
+    again = call("align", root, "--reference", trace, "--precision", "bf16", "--device", "cpu")
     assert again.code == 0, again.out + again.err
     assert "agrees with trace trace" in again.out
     assert "errors by layer" in again.out
@@ -40,10 +54,11 @@ def test_a_sound_deployment_aligns_and_leaves_a_trace(call: Call, root: Path, tm
 
 
 @pytest.mark.ranks
-def test_a_weight_that_differs_from_the_trace_is_named(call: Call, root: Path, tmp_path: Path) -> None:
+def test_a_weight_that_differs_from_the_trace_is_named(
+    call: Call, saved: tuple[int, str, Path], tmp_path: Path
+) -> None:
     other = write_model(tmp_path / "other", seed=1)
-    assert call("align", other, "--precision", "fp32", "--device", "cpu", "--save", tmp_path / "trace").code == 0
-    done = call("align", root, "--reference", tmp_path / "trace", "--precision", "fp32", "--device", "cpu", "--json")
+    done = call("align", other, "--reference", saved[2], "--precision", "fp32", "--device", "cpu", "--json")
     assert done.code == 1
     assert done.record["guilty"]["name"] == "inputs_embeds"
     assert done.record["guilty"]["side"] == "reference"

@@ -107,6 +107,7 @@ def test_a_served_checkpoint_answers_a_client_and_the_terminal_and_ends_on_a_sig
         (("--image-origin", "example.org"), "not the origin of a site"),
         (("--api-key-file", os.devnull), "not a"),
         (("--max-waiting", "-1"), "limit"),
+        (("--copies", "65"), "at most 64"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_the_weights_are_loaded(

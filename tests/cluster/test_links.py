@@ -150,7 +150,11 @@ def test_wrong_numbers_are_no_support_and_no_measurement() -> None:
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
-    ("slowed", "best"), [("messages between pairs", "one call"), ("all_to_all", "messages between pairs")]
+    ("slowed", "best"),
+    [
+        pytest.param("messages between pairs", "one call", marks=pytest.mark.slow),
+        ("all_to_all", "messages between pairs"),
+    ],
 )
 def test_the_faster_way_is_chosen_by_measurement_whatever_its_name(slowed: str, best: str) -> None:
     topology = measure("slow", slowed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -42,10 +41,9 @@ def test_results_come_back_in_order_from_one_child(child: list[str]) -> None:
     assert not any(x.error for x in results)
 
 
+@pytest.mark.timeout(50)  # less than the task sleeps
 def test_a_hanging_task_times_out_and_the_rest_runs_in_a_fresh_child(child: list[str]) -> None:
-    began = time.monotonic()
     before, hung, after = run_probe([("t", "a"), ("t", "hang"), ("t", "b")], command=child, time_limit_s=2.0)
-    assert time.monotonic() - began < 30
     assert hung.error == "timed out after 2 s"
     assert hung.value is None
     assert before.error == after.error == ""

@@ -7,7 +7,6 @@ import queue
 import socket
 import sys
 import threading
-import time
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
@@ -69,6 +68,7 @@ def test_every_rank_answers_and_knows_its_device(command: tuple[str, ...]) -> No
         pool.close()
 
 
+@pytest.mark.timeout(50)  # less than a rank of these sleeps
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -86,9 +86,7 @@ def test_who_is_missing_is_named_with_how_far_it_came(command: tuple[str, ...], 
         pool._time_limit_s = 30.0
         assert pool.run(step(), "first").failure == ""
         pool._time_limit_s = 2.0
-        began = time.monotonic()
         outcome = pool.run(step(fault, 1), "sum")
-        assert time.monotonic() - began < 20
     finally:
         pool.close()
     assert outcome.failure == words

@@ -81,12 +81,17 @@ def test_its_exam_is_kept_beside_it_and_every_mark_is_what_it_says() -> None:
 def test_it_answers_about_held_out_scenes_and_not_without_them(service: MultimodalInferenceService) -> None:
     records = json.loads((SCENES / "questions.json").read_text(encoding="utf-8"))
     blank = Image.new("RGB", (112, 112), "white")
-    wrong, guessed = set(), []
-    for record in records:
-        asked = item(record["question"], record["answers"])
-        if not is_right(asked, service.infer(asked.text, SCENES / record["picture"]).text):
-            wrong.add(record["picture"])
-        guessed.append(is_right(asked, service.infer(asked.text, blank).text))
+    asked = {record["picture"]: item(record["question"], record["answers"]) for record in records}
+    assert len(asked) == len(records)
+    replies = {  # all side by side, which takes a third of the time
+        picture: (service.stream(each.text, SCENES / picture), service.stream(each.text, blank))
+        for picture, each in asked.items()
+    }
+    right = {
+        picture: [is_right(asked[picture], reply.result().text) for reply in both] for picture, both in replies.items()
+    }
+    wrong = {picture for picture, (looking, _) in right.items() if not looking}
+    guessed = [without for _, without in right.values()]
     assert wrong == KNOWN_MISSES
     assert sum(guessed) <= len(records) // 2
 

@@ -1,6 +1,7 @@
 """Acceptance runs on the embedded checkpoint and on copies of it with one fault each.
 
-The machine is surveyed once for all runs, without rates: that takes longer than everything else together.
+The machine is surveyed once for all runs, without rates: that takes longer than everything else together. What a model
+needs of the device is traced and tried once as well, for every run that asks for the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import pytest
 from acceptance import TINY, Accept, Acceptance
 
 from workbench.cluster import MachineSurvey, survey_machine
-from workbench.day0 import run, run_day0
+from workbench.day0 import operators, run, run_day0
+from workbench.operators import Coverage, Inventory
 from workbench.placement import Layout
 
 
@@ -27,6 +29,29 @@ def survey() -> MachineSurvey:
 def known_machine(survey: MachineSurvey) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "survey_machine", lambda folder: survey)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_coverage() -> Iterator[None]:
+    trace, probe = operators._inventories, operators.probe_operators
+    traced = list[tuple[tuple[object, ...], list[Inventory]]]()
+    probed = list[tuple[tuple[object, ...], Coverage]]()
+
+    def inventories(*asked: Any) -> list[Inventory]:
+        if asked not in (known for known, _ in traced):
+            traced.append((asked, trace(*asked)))
+        return next(found for known, found in traced if known == asked)
+
+    def coverage(uses: list[Inventory], device: str, **options: Any) -> Coverage:
+        asked = (uses, device, options)
+        if asked not in (known for known, _ in probed):
+            probed.append((asked, probe(uses, device, **options)))
+        return next(found for known, found in probed if known == asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operators, "_inventories", inventories)
+        patch.setattr(operators, "probe_operators", coverage)
         yield
 
 

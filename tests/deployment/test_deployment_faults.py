@@ -42,11 +42,10 @@ def test_a_rank_killed_in_mid_answer_fails_every_request_with_its_name_and_signa
         while len(replies[0]._events) < 3:
             next(replies[0])
         os.kill(deployment.pids[1], signal.SIGKILL)
-        began = time.monotonic()
+        assert deployment.timeouts.command_s > 120, "a death that is not noticed as such outlasts the limit of the test"
         for reply in replies:
             with pytest.raises(WorkerDiedError) as info:
                 reply.result()
-        assert time.monotonic() - began < deployment.timeouts.command_s / 3, "the death was not noticed as such"
         text = str(info.value)
         assert f"rank 1 (process {deployment.pids[1]}" in text
         assert "died during 'step': SIGKILL (signal 9)" in text
@@ -70,10 +69,8 @@ def test_a_stopped_rank_is_a_timeout_that_names_it_first_and_ends_them_all(golde
         golden_root, Layout(tp=2), precision="fp32", num_slots=1, max_tokens=50, timeouts=Timeouts(command_s=2)
     ) as deployment:
         os.kill(deployment.pids[1], signal.SIGSTOP)
-        began = time.monotonic()
         with pytest.raises(DeploymentError) as info:
             deployment.generate([1, 2, 3])
-        assert 2 <= time.monotonic() - began < Timeouts().command_s / 3, "not the limit that was set"
         text = str(info.value)
         assert "no answer to 'step' within 2 s from rank 1, 0" in text
         assert f"rank 1 (process {deployment.pids[1]}" in text
@@ -98,7 +95,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("tp", "how"), [(2, "plain"), (1, "fork")])
+@pytest.mark.parametrize(
+    ("tp", "how"),
+    [(2, "fork"), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((2, "plain"), (1, "fork")))],
+)
 def test_a_handle_killed_in_mid_answer_takes_its_ranks_with_it(golden_root, tp, how):
     """Also where a child that the handle forked keeps the sockets open."""
     handle = subprocess.Popen(

@@ -55,18 +55,18 @@ def test_all_prompts_together_give_the_expected_tokens(pair, prompts):
     assert greedy_tokens(pair, prompts.values()) == [prompt["greedy_fp32"] for prompt in prompts.values()]
 
 
-def test_each_prompt_alone_gives_the_expected_tokens(pair, prompts):
-    for prompt in prompts.values():
-        assert pair.generate(prompt["token_ids"]) == prompt["greedy_fp32"]
+@pytest.mark.parametrize("name", ["p1", "p150", *(pytest.param(x, marks=pytest.mark.slow) for x in ("p7", "p64"))])
+def test_each_prompt_alone_gives_the_expected_tokens(pair, prompts, name):
+    assert pair.generate(prompts[name]["token_ids"]) == prompts[name]["greedy_fp32"]
 
 
-@pytest.mark.parametrize("step_tokens", [16, 65])
+@pytest.mark.parametrize("step_tokens", [16, pytest.param(65, marks=pytest.mark.slow)])
 def test_prompts_read_in_chunks_give_the_expected_tokens(pair, prompts, step_tokens):
     tokens = greedy_tokens(pair, prompts.values(), step_tokens=step_tokens)
     assert tokens == [prompt["greedy_fp32"] for prompt in prompts.values()]
 
 
-@pytest.mark.parametrize("step_tokens", [7, 512])
+@pytest.mark.parametrize("step_tokens", [512, pytest.param(7, marks=pytest.mark.slow)])
 def test_the_prompt_with_two_pictures_gives_the_expected_tokens_through_the_service(pair, picture_prompt, step_tokens):
     assert picture_tokens(pair, picture_prompt, step_tokens=step_tokens) == picture_prompt[2]
 
@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_refused_before_any_process_starts(golden_root, tmp
         Deployment.start(golden_root, max_tokens=10**9)
 
 
-def test_ranks_that_hold_a_part_of_their_experts_answer_the_same(golden_root, prompts):
+def test_ranks_that_hold_a_part_of_their_experts_answer_the_same(pair, golden_root, prompts):
     memory = ExpertMemory(3_000_000)
     with Deployment.start(
         golden_root, Layout(tp=2, ep=2), precision="fp32", num_slots=5, max_tokens=200, expert_memory=memory
@@ -268,9 +268,8 @@ def test_ranks_that_hold_a_part_of_their_experts_answer_the_same(golden_root, pr
         resident = [report.stats["resident_bytes"] for report in deployment.reports]
     assert all(0 < use.num_resident < use.num_used for use in uses)
     assert all(use.num_resident + use.num_ahead + use.num_waited == use.num_used for use in uses)
-    with Deployment.start(golden_root, Layout(tp=2, ep=2), precision="fp32", num_slots=5, max_tokens=200) as deployment:
-        assert all(use.num_used == 0 for use in expert_use(deployment)), "they hold all"
-        assert all(a.stats["resident_bytes"] > b for a, b in zip(deployment.reports, resident, strict=True))
+    assert all(use.num_used == 0 for use in expert_use(pair)), "they hold all"
+    assert all(a.stats["resident_bytes"] > b for a, b in zip(pair.reports, resident, strict=True))
 
 
 def test_guesses_that_hold_in_part_leave_the_answers_of_two_ranks_as_they_are(pair, prompts):

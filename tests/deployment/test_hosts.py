@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,18 @@ from workbench.base import DeploymentError
 from workbench.cli.hosts import run_on_hosts
 from workbench.cluster.torchrun import TorchrunPlace
 from workbench.deployment.hosts import (
+    EndRank,
+    Hosts,
     LauncherGone,
     LauncherHello,
+    Leave,
     RankNews,
     RemoteRank,
     StartRank,
+    _Follower,
     _Launcher,
 )
+from workbench.deployment.started import Timeouts
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "data" / "k3-tiny"
@@ -208,8 +217,6 @@ PLACE = TorchrunPlace(rank=1, world_size=2, local_rank=0, local_size=1, node=1, 
 
 
 def test_what_a_launcher_tells_of_its_rank_is_what_the_handle_sees() -> None:
-    from multiprocessing import Pipe
-
     ours, theirs = Pipe()
     launcher = _Launcher(LauncherHello(place=PLACE, host="other", pid=7), ours)
     order = StartRank(id=3, address="127.0.0.1:9", authkey=b"k", threads=1, env={}, module="m")
@@ -234,8 +241,6 @@ def test_what_a_launcher_tells_of_its_rank_is_what_the_handle_sees() -> None:
 
 
 def test_a_launcher_whose_connection_ends_is_named_with_its_host() -> None:
-    from multiprocessing import Pipe
-
     ours, theirs = Pipe()
     launcher = _Launcher(LauncherHello(place=PLACE, host="other", pid=7), ours)
     rank = launcher.start(StartRank(id=0, address="127.0.0.1:9", authkey=b"k", threads=1, env={}, module="m"))
@@ -243,6 +248,73 @@ def test_a_launcher_whose_connection_ends_is_named_with_its_host() -> None:
     assert rank.exit_text(30) == "its launcher of rank 1 (process 7 on other, node 1) is gone"
     rank.kill()
     rank.reap(0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("node", "num_signals", "agent_is_there", "stays"),
+    [(0, 1, True, True), (0, 2, True, False), (0, 0, False, True), (1, 1, True, False), (1, 0, False, False)],
+)
+def test_a_launcher_beside_rank_0_leaves_with_it_and_one_elsewhere_with_its_torchrun(
+    node: int, num_signals: int, agent_is_there: bool, stays: bool
+) -> None:
+    ours, theirs = Pipe()
+    place = replace(PLACE, node=node, agent=os.getppid() if agent_is_there else 1 << 30)
+    before, told = signal.getsignal(signal.SIGTERM), list[object]()
+
+    def lead() -> None:
+        while num_signals and signal.getsignal(signal.SIGTERM) is before:
+            time.sleep(0.005)
+        for _ in range(num_signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            if ours.poll(0.5):  # it has left after some looks: a further signal would be that of this process
+                break
+        if ours.poll(1.0 if stays else 30):
+            told.append(ours.recv())
+        else:
+            ours.send(Leave())
+
+    leading = threading.Thread(target=lead, daemon=True)
+    leading.start()
+    code = _Follower(place, theirs).run()
+    leading.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+    if stays:
+        assert (code, told) == (0, [])
+    else:
+        (gone,) = told
+        assert code == 1
+        assert isinstance(gone, LauncherGone)
+        assert ("SIGTERM" if num_signals else "torchrun") in gone.reason
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_were_started_are_ended_where_a_later_one_cannot_be() -> None:
+    (one, theirs), (two, gone) = Pipe(), Pipe()
+    gone.close()
+    places = [replace(PLACE, rank=rank, world_size=3) for rank in range(3)]
+    launchers = [
+        _Launcher(LauncherHello(place=place, host="other", pid=7), connection)
+        for place, connection in zip(places[1:], (one, two), strict=True)
+    ]
+    while launchers[1].lost is None:
+        time.sleep(0.005)
+    orders: list[object] = []
+
+    def obey() -> None:
+        orders.append(theirs.recv())
+        if theirs.poll(10):
+            orders.append(theirs.recv())
+            theirs.send(RankNews(id=0, exit_text="SIGKILL (signal 9)"))
+
+    obeying = threading.Thread(target=obey, daemon=True)
+    obeying.start()
+    with pytest.raises(DeploymentError, match="rank 2 cannot be started"):
+        Hosts(places[0], launchers, None).start(timeouts=Timeouts(), threads=1, env=None)
+    obeying.join()
+    start, *more = orders
+    assert isinstance(start, StartRank)
+    assert more == [EndRank(id=start.id)]
 
 
 def test_commands_that_start_their_ranks_themselves_are_refused_under_torchrun(monkeypatch) -> None:

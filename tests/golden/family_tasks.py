@@ -19,7 +19,7 @@ from workbench.nn.router import Router
 from workbench.parallel import Pipeline, encode_images
 from workbench.placement import Layout
 
-__all__ = ["FAMILIES", "expected_of", "load", "results_of", "run_all"]
+__all__ = ["FAMILIES", "batch_logits", "expected_of", "load", "results_of", "run_all"]
 
 FAMILIES = Path(__file__).parent / "families"
 CHUNK = 4  # of a prefill in pieces
@@ -121,6 +121,16 @@ def batch_of(pieces: Sequence[tuple[int, int, Sequence[int]]], *, rows: Sequence
         slots=tuple(slot for slot, _, _ in pieces),
         logit_rows=torch.tensor(range(len(ids)) if rows is None else rows, dtype=torch.int64),
     )
+
+
+def batch_logits(loaded: LoadedModel, expected: Result) -> Result:
+    """The "batch.logits" of `results_of` alone, on one rank."""
+    run, prompts = _Run(loaded), prompts_of(expected)
+    longest = max(prompts, key=len)
+    run.show(expected, longest)
+    logits = run(TokenBatch.whole(prompts, all_logits=True), shown=prompts.index(longest))
+    assert logits is not None
+    return {"batch.logits": logits}
 
 
 def results_of(loaded: LoadedModel, expected: Result) -> Result:

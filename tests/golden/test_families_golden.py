@@ -310,6 +310,8 @@ def test_a_planted_mistake_is_seen(fault: str) -> None:
     name, plant = FAULTS[fault]
     loaded, expected = tasks.load(name), tasks.expected_of(name)
     plant(loaded.model)
-    result = tasks.results_of(loaded, expected)
-    worst = max(excess(result, expected, "logits", f"{way}.logits") for way in WAYS)
+    worst = excess(tasks.batch_logits(loaded, expected), expected, "logits", "batch.logits")
+    if worst <= 10:  # it may still show in another way
+        result = tasks.results_of(loaded, expected)
+        worst = max(excess(result, expected, "logits", f"{way}.logits") for way in WAYS)
     assert worst > 10, f"{worst:.1f} of the limit"

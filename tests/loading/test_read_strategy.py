@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import importlib
 import mmap
 import os
@@ -174,6 +175,37 @@ def test_a_file_system_that_refuses_reads_past_the_cache_is_read_through_it(larg
     assert (reader.bytes_read, reader.bytes_direct) == (len(data), 0)
     assert not reader.strategy.wants_direct(8 * MIB)
     reader.close()
+
+
+@pytest.mark.parametrize("shift", [0, 64], ids=["in the slot", "through scratch"])
+def test_a_refusal_within_a_read_sends_the_rest_of_it_through_the_cache(
+    large_file: tuple[Path, bytes], shift: int
+) -> None:
+    """Blocks larger than a page: the first call begins and ends with one, a later one does not."""
+    root, data = large_file
+    calls: list[int] = []
+
+    def refusing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == 2 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.preadv(fd, [buffers[0][:MIB]] if len(calls) == 1 else buffers, offset)
+
+    strategy = direct()
+    reader = ShardReader(root, preadv=refusing, scratch_bytes=MIB, strategy=strategy)
+    length, at = 4 * MIB, 5000 - PAGE
+    slot, place = _aligned(length + 2 * PAGE, shift), memoryview(bytearray(MIB))
+    read = Read(Extent("x", 5000, length, length, 1), at, (MIB // 2, MIB, length - MIB // 2 - MIB))
+    reader.fill(Batch((read,), (), at + length), slot, {at + MIB // 2: place})
+    reader.close()
+    begin = 5000 + MIB // 2
+    assert slot[at : at + MIB // 2] == data[5000:begin]
+    assert place == data[begin : begin + MIB]
+    assert slot[at + MIB // 2 + MIB : at + length] == data[begin + MIB : 5000 + length]
+    assert reader.bytes_read == length
+    assert not strategy.wants_direct(8 * MIB)
+    if reader.bytes_direct:  # else this file system has no such way, and the first call was buffered
+        assert reader.bytes_direct == MIB - 5000 % PAGE
 
 
 def test_a_file_that_ends_early_is_an_error_past_the_cache_too(large_file: tuple[Path, bytes]) -> None:

@@ -276,16 +276,23 @@ def test_the_trial_finds_nothing_wrong(kernels: Kernels) -> None:
     assert faults(kernels) == []
 
 
+COLUMNS_LEFT_OUT = {
+    ("linear", "experts", "attend in float", "attend in pages"): ("if (columns % BLOCK) {", "if (false) {"),
+}
+ONE_IN_EACH_OTHER = {
+    ("rms_norm",): ("(T::wide(weight[i]) + norm.offset)", "T::wide(weight[i])"),
+    ("turn_heads",): ("second = b * c + a * s", "second = b * c - a * s"),
+    ("route",): ("weights[k] /= total + 1e-20f", "weights[k] /= 1.0f"),
+    ("sum of experts",): ("sums.weights ? sums.weights[p] : 1.0f", "1.0f"),
+}
+
+
 @pytest.mark.parametrize(
     "faults_by_kernel",
     [
-        {("linear", "experts", "attend in float", "attend in pages"): ("if (columns % BLOCK) {", "if (false) {")},
-        {
-            ("rms_norm",): ("(T::wide(weight[i]) + norm.offset)", "T::wide(weight[i])"),
-            ("turn_heads",): ("second = b * c + a * s", "second = b * c - a * s"),
-            ("route",): ("weights[k] /= total + 1e-20f", "weights[k] /= 1.0f"),
-            ("sum of experts",): ("sums.weights ? sums.weights[p] : 1.0f", "1.0f"),
-        },
+        {**COLUMNS_LEFT_OUT, **ONE_IN_EACH_OTHER},  # in one build: a compiler takes most of the time
+        pytest.param(COLUMNS_LEFT_OUT, marks=pytest.mark.slow),
+        pytest.param(ONE_IN_EACH_OTHER, marks=pytest.mark.slow),
         pytest.param({("attend in pages",): ("own[page] * tokens + t % tokens", "t")}, marks=pytest.mark.slow),
         pytest.param({("attend in pages",): ("own[page + 1] == own[page] + 1", "true")}, marks=pytest.mark.slow),
         pytest.param(
@@ -294,6 +301,7 @@ def test_the_trial_finds_nothing_wrong(kernels: Kernels) -> None:
         ),
     ],
     ids=[
+        "one in every kernel",
         "columns behind the last block left out",
         "one in each of the others",
         "no pages",
@@ -378,3 +386,43 @@ def test_without_a_way_to_build_there_are_none(
         assert native.kernels() is None
         assert native.kernels() is None
     assert len(caplog.records) == (0 if why == "switched off" else 1)
+
+
+def test_shapes_that_do_not_fit_are_left_to_torch_which_says_so(any_size: None) -> None:
+    """A kernel reads by the numbers it is given and would run past the end of a matrix, or of a head."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for is_packed in (False, True):
+            assert native.linear(draw(2, 64, dtype=dtype), held((7, 64), dtype, is_packed=is_packed)) is not None
+            for columns in (32, 96):
+                wrong = held((7, columns), dtype, is_packed=is_packed)
+                assert native.linear(draw(2, 64, dtype=dtype), wrong) is None, columns
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        Linear(7, 32)(draw(2, 64))
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "mxfp4"])
+def test_experts_whose_shapes_do_not_fit_are_left_to_torch(any_size: None, is_packed: bool) -> None:
+    def run(x: Tensor, slots: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor | None:
+        w1, w2, w3 = (held(shape, torch.float32, is_packed=is_packed) for shape in shapes)
+        return native.experts(x, slots, (w1, w2, w3), (None, None, None), SILU)
+
+    x, slots = draw(2, 64), torch.tensor([[0, 2], [1, -1]])
+    up, down = (3, 32, 64), (3, 64, 32)
+    assert run(x, slots, (up, down, up)) is not None
+    assert run(draw(4, 64), slots, (up, down, up)) is not None
+    assert run(draw(2, 96), slots, (up, down, up)) is None
+    assert run(draw(3, 64), slots, (up, down, up)) is None
+    assert run(x, slots.int(), (up, down, up)) is None
+    for wrong in ((up, down, (2, 32, 64)), (up, down, (3, 30, 64)), (up, (3, 62, 32), up), (up, (3, 64, 64), up)):
+        assert run(x, slots, wrong) is None, wrong
+
+
+def test_heads_whose_shapes_do_not_fit_are_left_to_torch(kernels: Kernels) -> None:
+    keys, values = [draw(5, 2, 20)], [draw(5, 2, 12)]
+    assert native.attend(draw(1, 6, 20), keys, values, scale=1.0) is not None
+    assert native.attend(draw(1, 6, 24), keys, values, scale=1.0) is None
+    assert native.attend(draw(1, 5, 20), keys, values, scale=1.0) is None
+    assert native.attend(draw(1, 6, 20), keys, [draw(5, 1, 12)], scale=1.0) is None
+    assert native.attend(draw(1, 6, 20), keys, values, scale=1.0, sinks=draw(3)) is None
+    table = draw(1, 11), draw(1, 11)  # 22 columns of 20
+    assert native.turn_heads((draw(1, 6, 20),), (None,), table, is_interleaved=False) is None

@@ -146,11 +146,16 @@ def test_a_child_that_does_not_start_is_an_error_and_no_coverage() -> None:
         probe_operators(inventory(MM), command=("/no/such/python",), roofline=False)
 
 
-def test_the_host_runs_what_the_model_needs_of_it() -> None:
+@pytest.mark.parametrize("each", ["kind of dtypes", pytest.param("shape", marks=pytest.mark.slow)])
+def test_the_host_runs_what_the_model_needs_of_it(each: str) -> None:
     spec = read_spec(TINY)
     traced = trace_inventory(
         spec, Layout(tp=2), Workload(phase="decode", num_sequences=2, context=9), precision="mxfp4"
     )
+    if each != "shape":
+        by_kind = {(u.name, u.input_dtypes, bool(u.flops)): u for u in traced.operators}
+        assert len(by_kind) < len(traced.operators)
+        traced = replace(traced, operators=tuple(by_kind.values()))
     told: list[tuple[int, int]] = []
     coverage = probe_operators(traced, progress=lambda done, total: told.append((done, total)))
     assert [str(gap) for gap in coverage.gaps] == []

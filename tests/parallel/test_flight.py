@@ -95,8 +95,10 @@ def test_c04_the_ring_keeps_the_newest_and_a_torn_file_what_it_holds(tmp_path: P
     assert none == ()
 
 
-def watch(folder: Path, found: list[tuple[float, FlightFinding]], *, limit_s: float, stall_s: float) -> None:
-    """What a parent does: compares, and saves the evidence at the first finding."""
+def watch(
+    folder: Path, found: list[tuple[float, FlightFinding]], ranks: Ranks, *, limit_s: float, stall_s: float
+) -> None:
+    """What a parent does: compares, and at the first finding saves the evidence and ends the ranks."""
     paths = {rank: folder / f"rank{rank}.flight" for rank in range(2)}
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and not found:
@@ -105,6 +107,8 @@ def watch(folder: Path, found: list[tuple[float, FlightFinding]], *, limit_s: fl
         if finding is not None:
             save_flights(folder / "evidence.json", flights, finding)
             found.append((time.time(), finding))
+            ranks.kill()
+            return
         time.sleep(0.1)
 
 
@@ -118,8 +122,8 @@ def test_c01_c04_real_ranks_that_drift_are_named_with_step_and_operation_before_
 ) -> None:
     """C01, C04: rank 1 leaves out one of 60 all-reduces; the rest pairs up wrongly until rank 0 hangs at the end."""
     found: list[tuple[float, FlightFinding]] = []
-    watcher = threading.Thread(target=watch, args=(tmp_path, found), kwargs={"limit_s": 60, "stall_s": 2.0})
     ranks = Ranks(2, timeout_s=200)
+    watcher = threading.Thread(target=watch, args=(tmp_path, found, ranks), kwargs={"limit_s": 60, "stall_s": 2.0})
     try:
         (tmp_path / "start").mkdir()
         ranks.run(tasks.steps_with_a_fault, str(tmp_path / "start"), "", -1, 1, world_size=2)  # slow, outside the watch

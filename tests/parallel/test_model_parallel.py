@@ -118,8 +118,15 @@ def run_images(root: Path, layout: Layout, grids: list[tuple[int, int, int]]) ->
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("tower", ["split_tower", "whole_tower"])
+@pytest.mark.parametrize(
+    ("tower", "tp"),
+    [
+        ("split_tower", 2),
+        ("whole_tower", 2),
+        ("whole_tower", 4),
+        pytest.param("split_tower", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_images_give_the_same_features_and_gradients_on_every_rank(
     request: pytest.FixtureRequest, tower: str, tp: int
 ) -> None:

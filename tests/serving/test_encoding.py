@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 from serving_fakes import EchoRunner, placed_image
 
-from workbench.base import RequestFailedError
+from workbench.base import DeploymentError, RequestFailedError
 from workbench.serving.encoding import ReplicaImages
 from workbench.serving.engine import Engine
 from workbench.serving.requests import GenerationRequest, SamplingParams
@@ -180,6 +182,33 @@ def test_a_picture_that_fails_half_way_ends_its_request_and_nothing_else():
     assert [event.token_id for event in good] == [5, 6, 5, 6]
     assert engine.stats().num_images == 0
     assert engine.stats().num_free_slots == SLOTS
+
+
+def test_an_engine_that_is_stopped_in_the_middle_of_a_picture_leaves_nothing_of_it_on_the_runner():
+    begun = threading.Event()
+
+    class Slow(PartRunner):
+        def encode_rows(self, replica, image, first, stop):
+            super().encode_rows(replica, image, first, stop)
+            begun.set()
+            while not engine._is_stopping:
+                time.sleep(0.005)
+
+    runner = Slow()
+    engine = Engine(runner, step_tokens=BUDGET).start()
+    given_up = engine.submit(pictures(1, 900))
+    assert begun.wait(30)
+    assert runner.rows
+    engine.stop()
+    with pytest.raises(DeploymentError, match="engine was stopped"):
+        list(given_up)
+    assert not runner.rows
+    assert engine.stats().num_images == 0
+    after = Engine(runner, step_tokens=BUDGET)
+    again = after.submit(pictures(1, 900))
+    finish(after)
+    assert [event.token_id for event in again] == [1000]
+    assert runner.features == [{}]
 
 
 def test_rows_are_as_many_as_the_allowance_buys_and_some_in_any_case():

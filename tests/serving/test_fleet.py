@@ -79,6 +79,17 @@ def test_a_known_beginning_goes_where_it_was_read_unless_that_is_much_busier():
     finish()
 
 
+@pytest.mark.parametrize(("num_pages", "num_tokens", "sizes"), [(0, 300, [1, 1]), (9, 8, [2, 0])])
+def test_beginnings_keep_together_by_the_page_that_is_kept_and_not_at_all_without(num_pages, num_tokens, sizes):
+    fleet = Fleet(
+        [EchoRunner(num_slots=4) for _ in range(2)],
+        make=lambda runner: Engine(runner, prefix_pages=num_pages, page_tokens=4),
+    )
+    for n in range(2):
+        fleet.submit(ask([7] * num_tokens + [n + 1]))
+    assert loads(fleet) == sizes
+
+
 def test_a_copy_that_comes_takes_requests_at_once():
     (one, leave_one), (other, leave_other) = held(), held()
     fleet = Fleet([one]).start()

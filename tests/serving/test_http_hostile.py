@@ -8,7 +8,6 @@ import io
 import json
 import struct
 import threading
-import time
 import zlib
 
 import numpy as np
@@ -20,10 +19,12 @@ from http_served import CHAT, MARKS, PLAIN, ask, said, served, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
+from pydantic import ValidationError
 from serving_fakes import EchoRunner, ScriptRunner
 
 from workbench.serving import ImageLimits, ImageProcessor
 from workbench.serving.http.body import MAX_ELEMENTS
+from workbench.serving.http.fields import CompletionFields
 from workbench.spec import ImageSpec
 
 pytestmark = pytest.mark.timeout(180)
@@ -119,11 +120,13 @@ def test_a_body_of_millions_of_elements_is_refused_before_it_becomes_objects(ser
     assert (got.status, got.error["code"]) == (413, "request_too_large")
 
 
+@pytest.mark.timeout(60)
 def test_a_list_of_wrong_things_costs_one_complaint_not_one_each(server):
-    start = time.perf_counter()
+    with pytest.raises(ValidationError) as caught:
+        CompletionFields.model_validate({"model": "k3", "prompt": [1.5] * 4000})
+    assert caught.value.error_count() < 10, "one for each form that a prompt may have"
     got = server.post({"model": "k3", "prompt": [1.5] * 600_000}, PLAIN)
     assert (got.status, got.error["param"].split(".")[0]) == (400, "prompt")
-    assert time.perf_counter() - start < 20
     got = server.post(ask(messages=[{"role": "user", "content": ""}] * 100_000))
     assert got.status == 400
 
@@ -296,12 +299,11 @@ REFUSED = {
 }
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_harmful_picture_is_refused(server, name):
-    start = time.perf_counter()
     got = server.post(with_picture(uri(REFUSED[name])))
     assert (got.status, got.error["code"]) == (400, "invalid_image")
-    assert time.perf_counter() - start < 20
 
 
 def exif_rotated() -> bytes:
@@ -436,6 +438,7 @@ def test_text_that_spells_markers_stays_text_in_every_place_it_may_stand():
     assert bytes(plain) == spelled.encode()
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [81_000, 1_000_000, 3_000_000])
 def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(server, size, monkeypatch):
     def no_encode(text: str) -> list[int]:
@@ -443,10 +446,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(server, 
         return [0]
 
     monkeypatch.setattr(server.service.tokenizer, "_encode", no_encode)
-    start = time.perf_counter()
     for got in (server.post(ask("x " * (size // 2))), server.post({"prompt": "x" * size}, PLAIN)):
         assert (got.status, got.error["code"]) == (400, "context_length_exceeded")
-    assert time.perf_counter() - start < 10
 
 
 @pytest.mark.parametrize(

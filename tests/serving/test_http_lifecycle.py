@@ -98,11 +98,16 @@ def test_a_reader_that_takes_nothing_is_cut_off():
     "data", [b"", b"POST /v1/chat/comple", request_bytes(b"")[:-6]], ids=["nothing", "line", "headers"]
 )
 def test_headers_that_do_not_come_end_the_connection(data):
-    with served(said("ok"), header_timeout_s=0.3) as server:
-        connection = server.raw(data)
-        start = time.monotonic()
+    with (
+        served(said("ok"), header_timeout_s=100.0) as patient,
+        served(said("ok"), header_timeout_s=0.3) as server,
+    ):
+        kept, connection = patient.raw(data), server.raw(data)
         assert connection.recv(100) == b""
-        assert time.monotonic() - start < ServerSettings(model="k3").header_timeout_s, "not the limit that was set"
+        kept.setblocking(False)
+        with pytest.raises(BlockingIOError):  # still open, though it came first: the limit is the one that was set
+            kept.recv(100)
+        kept.close()
         assert server.post(ask()).status == 200
 
 
@@ -253,9 +258,8 @@ def test_a_stop_does_not_wait_for_ever_for_an_answer():
     with served(runner, drain_timeout_s=0.2) as server:
         connection = server.raw(request_bytes(STREAM))
         until(lambda: server.service.stats().num_running == 1)
-        start = time.monotonic()
         server.server.stop()
-        assert time.monotonic() - start < 20
+        until(lambda: server.service.stats().num_aborted == 1)  # given up, and not waited for
         connection.close()
 
 

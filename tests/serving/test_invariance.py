@@ -62,7 +62,7 @@ def tokens(generation) -> list[int]:
     return [event.token_id for event in generation]
 
 
-@pytest.mark.parametrize("page_tokens", [3, 16])
+@pytest.mark.parametrize("page_tokens", [7, *(pytest.param(x, marks=pytest.mark.slow) for x in (3, 16))])
 def test_from_kept_pages(runner, cases, page_tokens):
     engine = Engine(runner, prefix_pages=400, page_tokens=page_tokens)
     for time in range(2):
@@ -109,8 +109,10 @@ def test_in_chunks_that_become_shorter_with_depth(runner, cases, monkeypatch):
         assert len(case[0]) < 40 or len(set(read)) > 3, f"{name}: chunks of {set(read)} tokens alone"
 
 
-@pytest.mark.parametrize("moment", [2, 6])
-@pytest.mark.parametrize("pages", [0, 400])
+@pytest.mark.parametrize(
+    ("moment", "pages"),
+    [(2, 0), (6, 400), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((2, 400), (6, 0)))],
+)
 def test_after_a_pause(runner, cases, moment, pages):
     engine = Engine(runner, step_tokens=20, prefix_pages=pages, page_tokens=8)
     low = {name: engine.submit(ask(case)) for name, case in list(cases.items())[-3:]}

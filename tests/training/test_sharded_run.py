@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,14 @@ def items() -> list[ExamItem]:
     return [*picture_exam(1, kinds=("colour", "digit", "count", "position", "shape")), *fact_exam(read_facts())[:2]]
 
 
+@cache
+def replies_of_one_rank() -> list[str]:
+    return step_tasks.answer(CONFIG, Layout(), items(), tokenizer_folder())
+
+
 @pytest.mark.parametrize("text", ["tp2", "pp2", "dp2xep2", "dp2xep2:all_to_all", "pp2xdp2"])
 def test_an_exam_gets_the_same_replies_from_every_layout(text: str) -> None:
-    layout, exam, folder = Layout.parse(text), items(), tokenizer_folder()
-    expected = step_tasks.answer(CONFIG, Layout(), exam, folder)
+    layout, exam, folder, expected = Layout.parse(text), items(), tokenizer_folder(), replies_of_one_rank()
     ranks = shared_ranks().run(step_tasks.answer, CONFIG, layout, exam, folder, world_size=layout.world_size)
     for rank, replies in enumerate(ranks):
         assert replies == expected[layout.coords(rank).dp :: layout.dp], f"rank {rank}"

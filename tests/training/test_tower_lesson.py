@@ -96,15 +96,21 @@ def test_a_taught_tower_shows_things_in_the_words_of_the_text_model() -> None:
     assert share_right() > 0.5
 
 
+@pytest.fixture(scope="module")
+def taught_on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    out = tmp_path_factory.mktemp("lesson") / "one"
+    give_tokenizer(out)
+    return step_tasks.taught_tower(with_tower(), Layout(), out)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("text", ["dp2", "pp2", "pp2xdp2"])
-def test_replicas_and_stages_end_a_lesson_with_the_tower_of_one_rank(text: str, tmp_path: Path) -> None:
-    layout, config = Layout.parse(text), with_tower()
-    outs = tmp_path / "one", tmp_path / "many"
-    for out in outs:
-        give_tokenizer(out)
-    expected = step_tasks.taught_tower(config, Layout(), outs[0])
-    found = shared_ranks().run(step_tasks.taught_tower, config, layout, outs[1], world_size=layout.world_size)
+def test_replicas_and_stages_end_a_lesson_with_the_tower_of_one_rank(
+    text: str, taught_on_one_rank: dict[str, Tensor], tmp_path: Path
+) -> None:
+    layout, config, expected = Layout.parse(text), with_tower(), taught_on_one_rank
+    give_tokenizer(tmp_path / "many")
+    found = shared_ranks().run(step_tasks.taught_tower, config, layout, tmp_path / "many", world_size=layout.world_size)
     initial = tower_weights(config)
     for rank, weights in enumerate(found):
         assert bool(weights) == (layout.coords(rank).pp == 0)

@@ -128,7 +128,10 @@ def _serve(args: argparse.Namespace) -> int:
             f"the server needs more packages ({error.name}): pip install 'day0-workbench[serve]'"
         ) from None
     from workbench.serving import Copies, Fleet, open_service
+    from workbench.serving.copies import MOST
 
+    if args.copies > MOST:
+        raise UsageError(f"--copies {args.copies}: at most {MOST}")
     keys = read_api_keys(args.api_key_file) if args.api_key_file is not None else {}
     if not keys and not args.open and not _is_loopback(args.host):
         raise UsageError(f"--host {args.host} lets other machines in: give --api-key-file, or --open if that is meant")

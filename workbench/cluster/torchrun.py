@@ -26,6 +26,11 @@ class TorchrunPlace:
     leader: str
     agent: int
 
+    @property
+    def is_beside_leader(self) -> bool:
+        """Whether rank 0 is on this host, started by the same torchrun, which numbers ranks host by host."""
+        return self.node == 0
+
     @classmethod
     def of_environment(cls) -> TorchrunPlace:
         """Raises ConfigError where torchrun did not start this process."""

@@ -36,7 +36,11 @@ def gather_ranks(
                 connection = entries.get(timeout=0.1)
             except Empty:
                 continue
-            hello = _hello(connection)
+            try:
+                hello = _hello(connection)
+            except (EOFError, OSError):  # it ended meanwhile: the next look at the ranks says how
+                connection.close()
+                continue
             if hello.world_size != world_size or not 0 <= hello.rank < world_size or hello.rank in members:
                 raise DeploymentError(
                     f"a process reported as rank {hello.rank} of {hello.world_size}",

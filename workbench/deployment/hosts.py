@@ -222,7 +222,9 @@ class Hosts:
                         f"the launchers of ranks {missing} did not come within {join_s:g} s",
                         next_step="Start the same command with torchrun on every host",
                     ) from None
-                hello = connection.recv() if connection.poll(HELLO_S) else None
+                hello: object = None
+                with contextlib.suppress(EOFError, OSError):  # it ended meanwhile
+                    hello = connection.recv() if connection.poll(HELLO_S) else None
                 if not isinstance(hello, LauncherHello) or hello.place.rank in launchers:
                     raise DeploymentError("a process with the right key did not report as a launcher of this version")
                 launchers[hello.place.rank] = _Launcher(hello, connection)
@@ -254,7 +256,8 @@ class Hosts:
                     id=next(self._ids), address=address, authkey=authkey, threads=threads, env=dict(env or {}),
                     module=module,
                 )  # fmt: skip
-                ranks += [launcher.start(order) for launcher in self._launchers]
+                for launcher in self._launchers:
+                    ranks.append(launcher.start(order))  # one by one: those started before one is lost are ended, too
                 ranks.insert(0, _start_here(place, order, folder))
                 members = gather_ranks(entries, place.world_size, timeouts.start_s, ranks)
             finally:
@@ -323,11 +326,11 @@ class _Follower:
         self._place, self._connection = place, connection
         self._ranks: dict[int, tuple[RankProcess, Path]] = {}
         self._told: dict[int, RankNews] = {}
-        self._signal = 0
+        self._signals: list[int] = []
 
     def run(self) -> int:
         def note(number: int, frame: FrameType | None) -> None:
-            self._signal = number
+            self._signals.append(number)
 
         before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -341,14 +344,10 @@ class _Follower:
             self._connection.close()
 
     def _obey(self) -> int:
-        host = f"on {socket.gethostname()}, node {self._place.node}"
         try:
             while True:
-                if os.getppid() != self._place.agent:
-                    return self._leave(f"torchrun (process {self._place.agent} {host}), which started it, is gone")
-                if self._signal:
-                    name = signal.Signals(self._signal).name
-                    return self._leave(f"its launcher (process {os.getpid()} {host}) was told to end by {name}")
+                if reason := self._reason_to_leave():
+                    return self._leave(reason)
                 if self._connection.poll(LOOK_S):
                     message = self._connection.recv()
                     if isinstance(message, Leave):
@@ -358,6 +357,20 @@ class _Follower:
         except (EOFError, OSError):
             print("rank 0 is gone, leaving", file=sys.stderr, flush=True)
             return 1
+
+    def _reason_to_leave(self) -> str:
+        """Why it leaves before rank 0 says so; "" while it stays.
+
+        Where rank 0 is on this host, a first signal of their torchrun, or its end, is rank 0's as well: that answers
+        what is under way before it leaves, and needs the ranks here until then. A second signal ends them at once.
+        """
+        host = f"on {socket.gethostname()}, node {self._place.node}"
+        if len(self._signals) > self._place.is_beside_leader:
+            name = signal.Signals(self._signals[-1]).name
+            return f"its launcher (process {os.getpid()} {host}) was told to end by {name}"
+        if os.getppid() != self._place.agent and not self._place.is_beside_leader:
+            return f"torchrun (process {self._place.agent} {host}), which started it, is gone"
+        return ""
 
     def _leave(self, reason: str) -> int:
         print(reason, file=sys.stderr, flush=True)

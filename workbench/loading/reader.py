@@ -223,10 +223,15 @@ class ShardReader:
             try:
                 count = self._call(fd, file, [buffer], at, end)
             except LoadError as error:
-                if at <= offset and isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EINVAL:
-                    self.strategy.refuse()
+                if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EINVAL):
+                    raise
+                self.strategy.refuse()
+                if at <= offset:
                     return False
-                raise
+                # Its blocks may be larger than a page, which shows where a run ends: the rest goes the other way.
+                rest = left if pages is None else [slot[read.at + at - offset : read.at + read.extent.num_bytes]]
+                self._fill_from(self._open(file), file, at, rest)
+                break
             first, last = max(offset, at), min(at + count, end)
             if last <= first or (last < end and count % PAGE):
                 self._end_of_file(fd, file, max(first, last), end)

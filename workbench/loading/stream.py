@@ -56,8 +56,8 @@ NOTHING = Filled()
 
 
 def staging_slots(window: Window) -> tuple[Tensor, ...]:
-    """The staging buffers of a load, those that take long reads beginning at a page; taken once: buffers taken and freed
-    piece by piece leave holes in the heap."""
+    """The staging buffers of a load, taken once: buffers taken and freed piece by piece leave holes in the heap. Those
+    that take long reads begin at a page."""
     shift = PAGE if window.slot > LONG else 0
     whole = [torch.empty(window.slot + shift, dtype=torch.uint8) for _ in range(window.num_slots)]
     return tuple(x[-x.data_ptr() % PAGE if shift else 0 :][: window.slot] for x in whole)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from PIL import Image
 
@@ -32,8 +32,8 @@ MIME = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"
 class RemoteService:
     """`url` is the base address, such as http://127.0.0.1:8000/v1. Without a `model` the first one offered is asked.
 
-    `timeout_s` is the longest silence. Raises RequestError for an address that is none, DeploymentError where nobody
-    answers there.
+    `timeout_s` is the longest silence. Raises RequestError for an address or a key that is none, DeploymentError where
+    nobody answers there.
     """
 
     def __init__(
@@ -45,18 +45,21 @@ class RemoteService:
         timeout_s: float = 600.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestError("not the address of a server", found=repr(url), expected="such as http://HOST:8000/v1")
-        self.url, self._parts, self._timeout_s, self._clock = url.rstrip("/"), parts, timeout_s, clock
+        if api_key and not (api_key.isascii() and api_key.isprintable()):  # it is never shown
+            raise RequestError("not a usable API key", expected="printable ASCII letters")
+        self.url, self._parts, self._timeout_s, self._clock = url.rstrip("/"), _parts_of(url), timeout_s, clock
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.model = model or self.models()[0]
 
     def models(self) -> list[str]:
         """Names that the server offers. Raises DeploymentError where there is none."""
         with contextlib.closing(self._connect()) as connection:
-            content = json.loads(self._send(connection, "GET", "/models").read(MAX_LINE))
-        names = [str(entry["id"]) for entry in content.get("data", []) if "id" in entry]
+            response = self._send(connection, "GET", "/models")
+            try:
+                content = json.loads(response.read(MAX_LINE))
+                names = [str(entry["id"]) for entry in content.get("data", []) if "id" in entry]
+            except (AttributeError, TypeError, ValueError, OSError, http.client.HTTPException) as error:
+                raise DeploymentError(f"the server sent no list of models: {error}", where=self.url) from None
         if not names:
             raise DeploymentError("the server offers no model", where=self.url)
         return names
@@ -113,7 +116,7 @@ class RemoteService:
         )
         try:
             connection.connect()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:  # UnicodeError: no host can be called that
             raise DeploymentError(f"the server cannot be reached: {error}", where=self.url) from None
         return connection
 
@@ -125,10 +128,11 @@ class RemoteService:
         try:
             connection.request(method, self._parts.path.rstrip("/") + path, body=body, headers=headers)
             response = connection.getresponse()
+            refusal = b"" if response.status == 200 else response.read(1 << 16)
         except (OSError, http.client.HTTPException) as error:
             raise DeploymentError(f"the server cannot be reached: {error}", where=self.url) from None
         if response.status != 200:
-            _refused(response.status, response.read(1 << 16), where=self.url)
+            _refused(response.status, refusal, where=self.url)
         return response
 
 
@@ -247,6 +251,17 @@ class RemoteReply:
         )
 
 
+def _parts_of(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        is_address = url.isascii() and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, half an IPv6 address
+        is_address = False
+    if not is_address:
+        raise RequestError("not the address of a server", found=repr(url), expected="such as http://HOST:8000/v1")
+    return parts
+
+
 def _count(value: object) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
@@ -257,7 +272,10 @@ def _reasoning(delta: Mapping[str, Any]) -> str:
 
 def read_api_key(path: Path) -> str:
     """The key of a file's first line, `key` or `holder:key`. Raises RequestError where there is none."""
-    words = path.read_text("utf-8").split()
+    try:
+        words = path.read_text("utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the key cannot be read: {type(error).__name__}", where=path) from None
     if not words:
         raise RequestError("the file holds no key", where=path)
     return words[0].rpartition(":")[2]

@@ -61,6 +61,13 @@ class ReplicaImages:
         self._users = +self._users
         return keys
 
+    def forget_all(self) -> list[str]:
+        """As `forget`, of all images that the ranks hold something of; who needs one still does."""
+        keys = sorted((*self._encoded, *self._begun))
+        self._encoded.clear()
+        self._begun.clear()
+        return keys
+
     def clear(self) -> None:
         self._users.clear()
         self._encoded.clear()

@@ -398,11 +398,11 @@ class Engine:
     def drop_pages(self) -> None:
         """Leave nothing kept behind: the next driver of the runner would know of none of it."""
         with self._changed:
-            pages = self.scheduler.forget_pages()
+            kept = self.scheduler.forget_kept()
         if self._error is not None:
             return  # nobody is there to listen
         try:
-            for replica, keys in pages:
+            for replica, keys in kept:
                 self.runner.drop_images(replica, keys)
         except Exception as error:
             self._fail(error)

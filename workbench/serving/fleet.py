@@ -85,7 +85,8 @@ class Fleet:
             fleet.add(another)                  # takes requests from now on
             fleet.remove(deployment).close()    # takes none any more, and is free when its last has ended
 
-    `make` gives each runner its engine. Requests with their first `affinity_tokens` tokens in common keep together.
+    `make` gives each runner its engine. Requests with their first `affinity_tokens` tokens in common keep together; by
+    default those of one page that the engines keep, and nobody (0) where they keep none.
     The runners stay the caller's. Raises RequestError for no runner, or for runners of different models.
     """
 
@@ -94,13 +95,13 @@ class Fleet:
         runners: Sequence[Runner],
         *,
         make: Callable[[Runner], Engine] = Engine,
-        affinity_tokens: int = 256,
+        affinity_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not runners:
             raise RequestError("a fleet needs a runner", expected="at least one")
         self.info: RunnerInfo = runners[0].info
-        self._make, self._affinity_tokens, self._clock = make, affinity_tokens, clock
+        self._make, self._clock = make, clock
         self._lock = threading.Lock()  # guards the list of copies and the table of homes
         self._is_started = False
         self._copies: list[_Copy] = []
@@ -109,6 +110,8 @@ class Fleet:
         self._homes: OrderedDict[str, _Copy] = OrderedDict()
         for runner in runners:
             self.add(runner)
+        kept = self._copies[0].engine.scheduler.page_tokens
+        self._affinity_tokens = kept if affinity_tokens is None else affinity_tokens
 
     def __len__(self) -> int:
         """Copies that take requests, or will again once they have been replaced."""
@@ -183,7 +186,7 @@ class Fleet:
 
     def submit(self, request: GenerationRequest, listener: Listener | None = None) -> Generation:
         """As `Engine.submit`, on the copy that suits the request best; the next best where that one is full."""
-        keys = page_keys(request, self._affinity_tokens)[:1]
+        keys = page_keys(request, self._affinity_tokens, most=1) if self._affinity_tokens else []
         refusal: WorkbenchError | None = None
         with self._lock:  # to the end, so that nothing comes to a copy after it was told to leave
             for copy in self._in_order(keys[0] if keys else None):

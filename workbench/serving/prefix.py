@@ -21,11 +21,13 @@ from workbench.serving.requests import GenerationRequest
 __all__ = ["PrefixIndex", "page_keys"]
 
 
-def page_keys(request: GenerationRequest, page_tokens: int) -> list[str]:
-    """Key of every page that could be restored for the prompt: at least one token is always left to read."""
+def page_keys(request: GenerationRequest, page_tokens: int, *, most: int | None = None) -> list[str]:
+    """Key of every page that could be restored for the prompt, or of the first `most`: at least one token is always
+    left to read."""
     keys: list[str] = []
     chain = hashlib.sha256(f"{page_tokens} {bool(request.images)} {request.tenant}".encode()).digest()
-    for start in range(0, (len(request.token_ids) - 1) // page_tokens * page_tokens, page_tokens):
+    num_pages = (len(request.token_ids) - 1) // page_tokens
+    for start in range(0, (num_pages if most is None else min(most, num_pages)) * page_tokens, page_tokens):
         stop = start + page_tokens
         link = hashlib.sha256(chain)
         link.update(array("q", request.token_ids[start:stop]).tobytes())

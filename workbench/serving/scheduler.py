@@ -409,14 +409,17 @@ class Scheduler:
     def begin_anew(self) -> None:
         """The runner holds nothing any more. Only where nobody has a slot."""
         assert not self.num_running, self.num_running
-        self.forget_pages()
+        self.forget_kept()
         for images in self.images:
             images.clear()
 
-    def forget_pages(self) -> list[tuple[int, list[str]]]:
-        """All kept pages by replica; none is kept from now on."""
-        pages = [(replica, cache.clear()) for replica, cache in enumerate(self._caches)]
-        return [(replica, keys) for replica, keys in pages if keys]
+    def forget_kept(self) -> list[tuple[int, list[str]]]:
+        """All kept pages and encoded images by replica; none is there from now on."""
+        kept = [
+            (replica, images.forget_all() + (self._caches[replica].clear() if self._caches else []))
+            for replica, images in enumerate(self.images)
+        ]
+        return [(replica, keys) for replica, keys in kept if keys]
 
     def check(self) -> None:
         """Raises AssertionError where a slot is lost or held twice."""

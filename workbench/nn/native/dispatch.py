@@ -63,7 +63,7 @@ def linears(x: Tensor, matrices: Sequence[Held | None]) -> list[Tensor] | None:
     is_enough = sum(codes.shape[0] for codes, _ in held) * columns >= LEAST_WEIGHTS
     if not (0 < num <= _max_rows(x.dtype) and is_enough):
         return None
-    if not all((each[1] is None) is is_dense and _fits(each, x.dtype) for each in held):
+    if not all((each[1] is None) is is_dense and _fits(each, x.dtype, columns) for each in held):
         return None
     flat = x.reshape(num, columns).contiguous()
     if not torch.autograd._profiler_enabled():
@@ -101,7 +101,9 @@ def turn_heads(
     if not all(w.dtype is dtype and w.shape == (width,) and w.is_contiguous() for w in weights):
         return None
     pairs = table[0].shape[-1]
-    if not all(t.dtype is torch.float32 and t.shape == (num, pairs) and t.is_contiguous() for t in table):
+    if 2 * pairs > width or not all(
+        t.dtype is torch.float32 and t.shape == (num, pairs) and t.is_contiguous() for t in table
+    ):
         return None
     if not torch.autograd._profiler_enabled():
         return found.turn_heads(xs, norms, table, is_interleaved=is_interleaved)
@@ -153,8 +155,14 @@ def experts(
         return None
     num, width = slots.shape[0], w1[0].shape[1]
     is_few = 0 < num <= _max_rows(x.dtype) and slots.shape[1] > 0 and width * x.shape[-1] >= LEAST_WEIGHTS
-    is_alike = (w1[1] is None) == (w2[1] is None) == (w3[1] is None) and all(_fits(w, x.dtype) for w in (w1, w2, w3))
+    is_alike = (w1[1] is None) == (w2[1] is None) == (w3[1] is None)
     if not (is_few and is_alike and all(b is None or (b.dtype is x.dtype and b.is_contiguous()) for b in biases)):
+        return None
+    (num_experts, width), latent = w1[0].shape[:2], x.shape[-1]
+    up, down = (num_experts, width), (num_experts, latent)
+    if not (_fits(w1, x.dtype, latent, up) and _fits(w2, x.dtype, width, down) and _fits(w3, x.dtype, latent, up)):
+        return None
+    if slots.dtype is not torch.int64 or x.shape[0] not in (num, slots.numel()):
         return None
     if weights is not None and (weights.dtype is not torch.float32 or weights.shape != slots.shape):
         return None
@@ -209,6 +217,11 @@ def _attend(
         strides, dtype = table[0].stride(), q.dtype
         if strides[-1] != 1 or any(x.dtype is not dtype or x.stride() != strides for x in table):
             return None
+    (num_kv_heads, width), num_heads = keys[0].shape[1:], q.shape[1]
+    if q.shape[2] != width or values[0].shape[1] != num_kv_heads or num_heads % num_kv_heads:
+        return None
+    if sinks is not None and sinks.shape != (num_heads,):
+        return None
     own_sinks = None if sinks is None else sinks.detach().float().contiguous()
     if not torch.autograd._profiler_enabled():
         return found.attend(q.contiguous(), keys, values, scale, own_sinks, tables, seen)
@@ -246,8 +259,12 @@ def _has_fast_products(dtype: torch.dtype) -> bool:
     return bool(getattr(torch.ops.mkldnn, test)())
 
 
-def _fits(held: Held, dtype: torch.dtype) -> bool:
+def _fits(held: Held, dtype: torch.dtype, columns: int, rows: tuple[int, ...] | None = None) -> bool:
+    """Whether a matrix, or a stack whose other dimensions are `rows`, may be read at all: a kernel does not look."""
     codes, scales = held
+    if rows is not None and codes.shape[:-1] != rows:
+        return False
     if scales is None:
-        return codes.dtype is dtype and codes.is_contiguous()
-    return codes.is_contiguous() and scales.is_contiguous()
+        return codes.dtype is dtype and codes.shape[-1] == columns and codes.is_contiguous()
+    is_alike = columns % 2 == 0 and codes.shape[-1] == columns // 2
+    return is_alike and codes.is_contiguous() and scales.is_contiguous()
