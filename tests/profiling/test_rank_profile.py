@@ -98,6 +98,14 @@ def test_a_step_is_recorded_only_where_the_budget_holds_with_it(commands: Any, p
     assert profiler._has_room() is is_room
 
 
+def test_recorded_steps_that_happened_to_be_quick_pay_for_nothing(commands: Any) -> None:
+    profiler = rank._RankProfiler(commands, rank.ProfileOptions(with_work=False, budget=1e-9))
+    profiler.plain = rank._Times(count=3, seconds=1.2)
+    profiler.recorded = rank._Times(count=1, seconds=0.2)
+    profiler.read_s = 0.15
+    assert not profiler._has_room()
+
+
 @pytest.mark.parametrize("budget", [1e-9, None])
 def test_a_budget_that_is_spent_passes_steps_over(commands: Any, budget: float | None) -> None:
     rank.start(commands, with_work=False, budget=budget)

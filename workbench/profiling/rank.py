@@ -174,7 +174,8 @@ class _RankProfiler:
             return False
         num_events = sum(ledger.num_events for ledger in self.ledgers)
         if self.options.budget is not None and self.recorded.count:
-            added = self.recorded.seconds - self.recorded.count * self.plain.mean + self.read_s
+            # By chance recorded steps may have been the quicker ones; that pays for no reading.
+            added = max(0.0, self.recorded.seconds - self.recorded.count * self.plain.mean) + self.read_s
             with_one_more = added * (1 + 1 / self.recorded.count)
             if with_one_more > self.options.budget * (self.plain.seconds + self.recorded.count * self.plain.mean):
                 return False
